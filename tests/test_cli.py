@@ -294,12 +294,18 @@ def test_a_folder_without_runs_says_so(
     assert main(["list"]) == Exit.FAILED
 
 
-def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(tmp_path: Path) -> None:
+def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = eventful(open_storage(str(tmp_path)))
     run = folder.run
     ended: Any = {"status": "done", "steps": 600, "seconds": {}, "stall_s": None, "commit_s": None}
     result = result_of(folder.config, run, ended, {}, read_events(run))
-    run.write(RESULT, json.dumps(result).encode())
+    for own, shown in ({}, ""), ({"own_loss": 3.5}, "3.5000"):
+        run.write(RESULT, json.dumps({**result, **own}).encode())
+        assert main(["list", f"--storage={tmp_path}"]) == Exit.DONE
+        out = capsys.readouterr().out
+        assert ("own loss" in out) is bool(shown) and shown in out
     run.write(METRICS, b"")  # is not read
     short = status.summary(run)
     eventful(open_storage(str(tmp_path)))

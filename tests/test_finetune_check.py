@@ -227,6 +227,10 @@ def test_own_code_is_tried_before_a_run_starts_and_mended_in_the_same_process(la
     with pytest.raises(ConfigError, match=r"loss=lab:loss is not usable: it raised TypeError"):
         lab(LAB.replace("loss(logits, labels)", "loss(logits)"))
     assert lab(LAB).code.keys() == {"train.loss"}
+    hidden = LAB.replace("(logits, labels): return (", "(logits, labels, hidden): return (")
+    lab(hidden)
+    with pytest.raises(ConfigError, match=r"metric is not available: .* `hidden`, and granite"):
+        lab(hidden, model={"path": "granite3.3-2b", "from_scratch": True})
 
 
 def test_own_code_may_change_until_a_checkpoint_holds_steps_of_it(lab: Any, tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support import mixing
 from support.architectures import ARCHITECTURES
 from test_model_documents import CPU, model_of
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from rayapp.model import (
     LanguageModel,
@@ -16,12 +23,15 @@ from rayapp.model import (
     checkpoint_activations,
     choose_attention,
     keeps_documents_apart,
+    scans,
     split_documents,
 )
 from rayapp.train.loss import chunked_cross_entropy
 
 BY_KIND = {each.kind: each for each in ARCHITECTURES}
 SPLIT = ["Qwen3Next", "Qwen3_5Text", "Lfm2", "GraniteMoeHybrid", "FalconH1", "Mamba2"]
+# Its masks are made without positions; the boundaries that this kernel is given reach its mixers.
+ATTENTION = {"GraniteMoeHybrid": "varlen"}
 DOCUMENTS = [(0, 0, 40), (0, 40, 100), (1, 0, 100)]  # row, start, end
 
 
@@ -69,14 +79,18 @@ def gradients(lm: LanguageModel, loss: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("by_row", [True, False], ids=["by row", "by document"])
 @pytest.mark.parametrize("kind", SPLIT)
-def test_packed_documents_give_the_loss_and_gradients_of_each_alone(kind: str) -> None:
-    lm = filled(kind).eval()
-    assert not keeps_documents_apart(lm, CPU)
-    with torch.no_grad():
-        packed, alone = packed_loss(lm), loss_of_each(lm)
-    assert abs(packed - alone) > 1e-6 * alone, "the documents see one another"
-    assert split_documents(lm) and keeps_documents_apart(lm, CPU)
+def test_packed_documents_give_the_loss_and_gradients_of_each_alone(
+    kind: str, by_row: bool
+) -> None:
+    lm = filled(kind, ATTENTION.get(kind, "eager")).eval()
+    if kind not in ATTENTION:
+        assert not keeps_documents_apart(lm, CPU)
+        with torch.no_grad():
+            packed, alone = packed_loss(lm), loss_of_each(lm)
+        assert abs(packed - alone) > 1e-6 * alone, "the documents see one another"
+    assert split_documents(lm, by_row) and keeps_documents_apart(lm, CPU)
     with torch.no_grad():
         packed, alone = packed_loss(lm), loss_of_each(lm)
     assert abs(packed - alone) < 1e-6 * alone
@@ -84,6 +98,67 @@ def test_packed_documents_give_the_loss_and_gradients_of_each_alone(kind: str) -
     assert together.keys() == each.keys()
     for name, gradient in each.items():
         assert (together[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, name
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Have transformers take packages with kernels, which run here; return what was called."""
+    called = []
+    for name, package in mixing.packages().items():
+        monkeypatch.setitem(sys.modules, name, package)
+    of_packages, held = use_kernel_func_from_hub_with_fallback, []
+
+    def replaced(hf: Any) -> None:
+        guarded(hf)
+        for module in hf.modules():
+            functions = inspect.unwrap(type(module).forward).__globals__
+            for name, scan in scans.scans_of(module).items():
+                kernel = of_packages(scan.name, scan.package)(scan.reference)
+                found = inspect.getclosurevars(kernel).nonlocals
+                if not found["is_new_implementation"] or scan.kernel is not None:
+                    continue
+
+                def run(*args: Any, call: Any = kernel, what: str = scan.name, **kw: Any) -> Any:
+                    called.append(what)
+                    return call(*args, **kw)
+
+                held.append((functions, name, scan))
+                functions[name] = replace(scan, kernel=run)
+
+    guarded = scans.guard
+    monkeypatch.setattr(scans, "guard", replaced)
+    monkeypatch.setattr(scans, "on_gpu", lambda tensor: True)
+    yield called
+    for functions, name, scan in held:
+        functions[name] = scan
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_kernels_run_once_for_each_row(kind: str, kernels: list[str]) -> None:
+    """In plain PyTorch; they give the loss and gradients of each document alone."""
+    attention = ATTENTION.get(kind, "eager")
+    alone = loss_of_each(reference := filled(kind, attention).eval())
+    expected = gradients(reference, alone)
+    lm = filled(kind, attention).eval()
+    assert split_documents(lm) and keeps_documents_apart(lm, CPU)
+    kernels.clear()
+    packed = packed_loss(lm)
+    mixers = sum(scans.takes_rows(module) for module in lm.hf.modules())
+    assert Counter(kernels) == dict.fromkeys(set(kernels), mixers) and len(set(kernels)) <= 2
+    assert abs(packed - alone) < 1e-5 * alone
+    for name, gradient in gradients(lm, packed).items():
+        assert (expected[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, name
+
+
+def test_a_kernel_is_for_gpus_alone() -> None:
+    def kernel(*args: Any) -> Any:
+        raise AssertionError("no kernel runs here")
+
+    row = torch.ones(1, 2, 3)
+    found = scans.Scan("f", "fla", kernel, lambda x, y: x + y, frozenset({"x", "y"}))
+    assert torch.equal(found(row, 1, cu_seqlens=None), row + 1)
+    found = scans.kernel_packages(filled("Qwen3Next").hf)
+    assert list(found) == ["causal-conv1d", "flash-linear-attention"]
 
 
 def test_recomputation_runs_document_by_document_too() -> None:
@@ -103,7 +178,14 @@ def test_a_model_without_such_layers_is_not_split() -> None:
 def test_a_recurrent_model_needs_no_positions() -> None:
     lm = model_of("Mamba", {})
     assert not lm.takes_positions and not keeps_documents_apart(lm, CPU)
-    assert split_documents(lm) and keeps_documents_apart(lm, CPU)
+    assert not split_documents(lm), "its scan takes no boundaries"
+    assert split_documents(lm, by_row=False) and keeps_documents_apart(lm, CPU)
+
+
+def test_a_mixer_that_returns_more_than_a_tensor_runs_by_document() -> None:
+    lm = model_of("RecurrentGemma", {})
+    assert not keeps_documents_apart(lm, CPU) and not split_documents(lm)
+    assert split_documents(lm, by_row=False) and keeps_documents_apart(lm, CPU)
 
 
 @pytest.mark.parametrize("window", [4, 64])

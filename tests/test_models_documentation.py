@@ -51,7 +51,7 @@ def packs(lm: model.LanguageModel) -> str:
     """Return how documents are kept apart; the loss of packed rows must be that of each alone."""
     how = "itself"
     if not model.keeps_documents_apart(lm, CPU):
-        how = "by document" if model.split_documents(lm) else "no"
+        how = "by row" if model.split_documents(lm) else "no"
     apart = how != "no" and model.keeps_documents_apart(lm, CPU)
     packed, alone = float(packed_loss(lm.eval())), float(loss_of_each(lm))
     return how if apart and abs(packed - alone) < CLOSE * alone else "no"

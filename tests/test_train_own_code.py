@@ -64,6 +64,25 @@ def test_a_batch_without_loss_has_gradients_of_zero() -> None:
     assert float(objective.detach()) == float(loss) == 0.0 and not gradient.any()
 
 
+def spread(logits: torch.Tensor, labels: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return nats(logits, labels) + hidden.mul_(2.0).square().mean(-1)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_function_with_a_parameter_hidden_is_given_the_hidden_states(chunk: int) -> None:
+    hidden, weight, labels, bias = drawn()
+    bears = labels != IGNORE
+    logits = torch.nn.functional.linear(hidden[bears], weight, bias)
+    wanted = (nats(logits, labels[bears]) + (2.0 * hidden[bears]).square().mean(-1)).sum()
+    found, _ = own_loss(hidden, weight, labels, bias, function=spread, chunk=chunk)
+    torch.testing.assert_close(found, wanted)
+    inputs = [hidden, weight, bias]
+    for mine, plain in zip(*(torch.autograd.grad(x, inputs) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(mine, plain)
+    given = ({"spread": spread, "again": spread}, hidden, weight, labels, bias, chunk)
+    assert token_sums(*given).tolist() == pytest.approx([float(wanted.detach())] * 2)
+
+
 @pytest.mark.parametrize("wrong", [lambda x, y: x.sum(), lambda x, y: x, lambda x, y: 1.0])
 def test_what_is_not_one_number_a_token_is_refused(wrong: Any) -> None:
     hidden, weight, labels, _ = drawn()
@@ -141,6 +160,8 @@ TRIED: dict[str, tuple[Any, str | None]] = {
     "right": (nats, None),
     "in place": (lambda x, y: nats(x.mul_(2.0), y), None),
     "labels in place": (spoils, "it raised RuntimeError: "),
+    "hidden states": (spread, None),
+    "of another size": (lambda x, y, hidden: nats(x + hidden, y), "it raised RuntimeError: The si"),
     "fp64": (lambda x, y: nats(x.double(), y), None),
     "three arguments": (lambda x, y, z: x, "it raised TypeError: .*missing 1 required"),
     "a sum": (lambda x, y: nats(x, y).sum(), r"a tensor of shape \[4\], and returned \(\)"),
@@ -159,14 +180,14 @@ TRIED: dict[str, tuple[Any, str | None]] = {
 @pytest.mark.parametrize("case", TRIED)
 def test_a_function_is_tried_on_a_few_tokens(case: str) -> None:
     function, why = TRIED[case]
-    problem = problem_of("train.loss=lab:f", function, 11, trained=True)
+    problem = problem_of("train.loss=lab:f", function, 11, 8, trained=True)
     if why is None:
         assert problem is None
         return
     assert problem is not None and "\n" not in problem
     assert re.match(f"train.loss=lab:f is not usable: .*{why}", problem), problem
     if "cut off" in why:  # a metric needs no gradient
-        assert problem_of("eval.metrics=lab:f", function, 11, trained=False) is None
+        assert problem_of("eval.metrics=lab:f", function, 11, 8, trained=False) is None
 
 
 def failing(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

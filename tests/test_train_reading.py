@@ -108,6 +108,15 @@ def test_a_model_with_attention_of_its_own_is_counted_by_two_lengths() -> None:
     assert shape.measured.flops == pytest.approx(2 * 4 * weights, rel=0.02)
 
 
+def test_the_indexer_of_glm_5_is_counted_as_attention() -> None:
+    """Queries, keys and values by head, and the indexer's scores with their sum over its heads."""
+    shape = read(BY_KIND["GlmMoeDsa"].config(), seq_len=512, fp32=False, lora=None)
+    heads, of_scores, of_values, index_heads, of_index = 8, 32 + 16, 32, 4, 32
+    pair = 2 * heads * (of_scores + of_values) + 2 * index_heads * (of_index + 1)
+    assert shape.measured is not None and shape.measured.attention == ((4 * pair, None),)
+    assert (shape.experts, shape.active_experts) == (8, 2)
+
+
 def test_what_transformers_cannot_build_is_refused() -> None:
     with pytest.raises(UnknownShape, match=r"transformers cannot build the model: .*qwen99"):
         read({"model_type": "qwen99"}, seq_len=8, fp32=False, lora=None)
@@ -132,6 +141,7 @@ def test_a_model_without_a_formula_is_planned_as_others_are() -> None:
     assert found.fits and found.cost_usd and found.mfu and found.hours
     assert found.as_dict()["active_parameters"] < found.as_dict()["parameters"]
     assert "no published run of qwen3_5_moe_text was compared: the band is wide" in found.reasons
+    assert "with causal-conv1d and flash-linear-attention on GPUs" in found.reasons[-1]
     assert found.rate is not None and found.rate.low == pytest.approx(0.5 * found.rate.value)
     assert largest_micro_batch(found.question) == 8
 

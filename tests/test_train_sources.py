@@ -22,6 +22,7 @@ from rayapp.observe import status as statuses
 from rayapp.order import Order
 from rayapp.report import folder as report
 from rayapp.report import tables
+from rayapp.report.charts import of_run
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -129,6 +130,33 @@ def train(spec: LanguageSpec, folder: Path, world: int) -> tuple[list[Any], Any]
 @pytest.fixture(scope="module")
 def one_and_two(folder: Path) -> list[tuple[list[Any], Any]]:
     return [train(spec_of(folder, f"of-{world}"), folder, world) for world in (1, 2)]
+
+
+def doubled(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 2.0 * F.cross_entropy(logits, labels, reduction="none")
+
+
+def test_the_value_of_ones_own_loss_is_shown(folder: Path) -> None:
+    """Of each step and of the held-out rows, for any number of workers."""
+    loss = "test_train_sources:doubled"
+    specs = [spec_of(folder, f"own-{n}", loss=loss) for n in (1, 2)]
+    runs = [train(spec, folder, n) for n, spec in enumerate(specs, 1)]
+    for lines, summary in runs:
+        assert [line["own_loss"] for line in lines] == pytest.approx(
+            [2.0 * line["loss"] for line in lines], rel=1e-6
+        )
+        for held in (summary, lines[1]):
+            assert held["eval_metrics"] == {"doubled": pytest.approx(2.0 * held["eval_loss"])}
+        assert dict(trackers.scalars(lines[0]))["loss/own_loss"] == lines[0]["own_loss"]
+    alone, both = (lines for lines, _ in runs)
+    for one, two in zip(alone, both, strict=True):
+        assert one["own_loss"] == pytest.approx(two["own_loss"], rel=1e-5)
+    Path(specs[0].run_url, "config.yaml").write_text(specs[0].config.to_yaml())
+    run = report.read(open_storage(specs[0].run_url))
+    shown = {each.label: each.value for each in tables.headline(run)}
+    assert shown["doubled"] == words.fixed(run.recent("own_loss"), 4) != words.UNKNOWN
+    charts = {each.id: each for each in of_run(run)}
+    assert charts["own-loss"].title == "train.loss, doubled" and "metric-0" in charts
 
 
 def whole(losses: dict[str, float | None], counts: dict[str, int]) -> float:

@@ -15,7 +15,7 @@ from rayapp.config import Run, arguments
 from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
-from rayapp.observe.figures import figures
+from rayapp.observe.figures import OWN, figures
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, summary
@@ -72,14 +72,15 @@ def _show(rows: list[Listed]) -> None:
     from rayapp.observe.console import Console
 
     table = Table(box=None, pad_edge=False)
-    for name in ("run", "status", "step", "loss", "cost", "seen", "by"):
+    losses = ["loss", *([OWN] if any(OWN in row["figures"] for row in rows) else [])]
+    for name in ("run", "status", "step", *losses, "cost", "seen", "by"):
         table.add_column(name, no_wrap=name in ("run", "status", "seen"))
     for row in rows:
         seen, shown = row["updated_s"], row["figures"]
         cells = (
             row["run"].rpartition("/")[2],
             row["status"],
-            *(shown.get(name, UNKNOWN) for name in ("step", "loss", "cost")),
+            *(shown.get(name, UNKNOWN) for name in ("step", *losses, "cost")),
             UNKNOWN if seen is None else f"{clock(max(0.0, time.time() - seen))} ago",
             " ".join(filter(None, (row["user"], row["commit"]))),
         )

@@ -108,6 +108,8 @@ def figures_of(line: MetricsLine) -> str:
     figures = f"loss {formed(line['loss'], '.4f')}  "
     if "loss_per_byte" in line:
         figures += f"{formed(line['loss_per_byte'], '.4f')} nats/byte  "
+    if (own := figure(line, "own_loss")) is not None:
+        figures += f"train.loss {own:.4g}  "
     figures += rate
     if line.get("eval_loss") is not None:
         figures += f"  held-out {formed(line['eval_loss'], '.4f')}"

@@ -59,6 +59,8 @@ class Head:
             function = load_code("train.loss", train.loss, checked=True)
             what = f"train.loss={train.loss}"
             self.loss = partial(own_loss, function=function, what=what, chunk=train.loss_chunk)
+        self.own = None if train.loss is None else train.loss.rpartition(":")[2]
+        """The name of the user's loss, whose sums are then the objective."""
         self.metrics: dict[str, TokenFunction] = {
             name: load_code("eval.metrics", name, checked=True) for name in config.eval.metrics
         }
@@ -105,6 +107,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         attention=model.choose_attention(config.model.attention, shape, device.type, compute),
         router_weight=config.train.router_loss,
     )
+    lm.shows_objective = config.train.loss is not None
     # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.

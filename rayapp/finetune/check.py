@@ -139,7 +139,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if problem := plan_problem(config, base, tokenizer):
         raise ConfigError([problem])
     shape = _shape(base, config, tokenizer)
-    if wrong := code_problems(config, shape.get_text_config().vocab_size):
+    if wrong := code_problems(config, shape):
         raise ConfigError(wrong)
     if problem := schedule_problem(config, run):
         raise ConfigError([problem])

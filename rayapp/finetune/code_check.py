@@ -1,7 +1,7 @@
 """Check the functions of the user's that a config names, before Ray starts.
 
 digests = code_digests(config, run, problems)      # adds to the problems
-problems = code_problems(config, vocabulary=32_000)
+problems = code_problems(config, shape)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 from rayapp.config import Config
 from rayapp.config.code import CodeError, digest_of, load_code
@@ -19,6 +20,7 @@ from rayapp.observe.status import read_plan
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import steps_done
 
+LOSS = "train.loss"
 STARTED_S = time.time()
 
 
@@ -34,15 +36,15 @@ def code_digests(config: Config, run: Storage, problems: list[str]) -> dict[str,
             _forget_if_edited(each)
             load_code(field, each)
         if name is not None:
-            digests["train.loss"] = source_digest("train.loss", name)
+            digests[LOSS] = source_digest(LOSS, name)
     except CodeError as error:
         problems.append(str(error))
         return digests
     if name is None or problems:  # the storage may be one of them
         return digests
-    before = read_plan(run).get("code", {}).get("train.loss")
+    before = read_plan(run).get("code", {}).get(LOSS)
     # An earlier version took the digest of the whole package.
-    known = {None, digests["train.loss"], digest_of("train.loss", name)}
+    known = {None, digests[LOSS], digest_of(LOSS, name)}
     if before not in known and steps_done(run):
         problems.append(
             f"train.loss={name} has changed: it is not the code with which the "
@@ -52,15 +54,28 @@ def code_digests(config: Config, run: Storage, problems: list[str]) -> dict[str,
     return digests
 
 
-def code_problems(config: Config, vocabulary: int) -> list[str]:
-    """Call each loss and metric on a few tokens, and return why some cannot be used."""
-    from rayapp.train.own_code import problem_of
+def code_problems(config: Config, shape: Any) -> list[str]:
+    """Call each loss and metric on a few tokens, and return why some cannot be used.
 
-    found = (
-        problem_of(f"{field}={name}", load_code(field, name), vocabulary, field == "train.loss")
-        for field, name in _functions(config)
-    )
-    return [problem for problem in found if problem is not None]
+    `shape` is the model's config.
+    """
+    from rayapp import model
+    from rayapp.train.own_code import problem_of, takes_hidden
+
+    text = shape.get_text_config()
+    problems, asking = list[str | None](), list[str]()
+    for field, name in _functions(config):
+        what, function = f"{field}={name}", load_code(field, name)
+        sizes = text.vocab_size, text.hidden_size
+        problems.append(problem_of(what, function, *sizes, trained=field == LOSS))
+        asking += [what] if takes_hidden(function) else []
+    if asking and not model.build(shape, loss=model.no_loss, attention="eager").plain_head:
+        problems += [
+            f"{what} is not available: it has a parameter `hidden`, and {shape.model_type} makes "
+            "more of its hidden states than a product with its head. Write it with logits alone"
+            for what in asking
+        ]
+    return [problem for problem in problems if problem is not None]
 
 
 def as_begun(source: sources.DataSource, run: Storage) -> sources.DataSource:
@@ -76,7 +91,7 @@ def as_begun(source: sources.DataSource, run: Storage) -> sources.DataSource:
 
 def _functions(config: Config) -> list[tuple[str, str]]:
     """Return (field, name) of the loss and the metrics."""
-    loss = [] if config.train.loss is None else [("train.loss", config.train.loss)]
+    loss = [] if config.train.loss is None else [(LOSS, config.train.loss)]
     return [*loss, *(("eval.metrics", name) for name in config.eval.metrics)]
 
 

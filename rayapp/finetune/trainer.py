@@ -91,8 +91,9 @@ class LanguageTrainer(Trainer):
         """
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
         apart = not packed or model.keeps_documents_apart(lm, self.device)
-        if not apart and model.split_documents(lm):
-            apart = model.keeps_documents_apart(lm, self.device)
+        for by_row in (True, False):
+            if not apart and model.split_documents(lm, by_row):
+                apart = model.keeps_documents_apart(lm, self.device)
         if not apart:
             raise model.Unavailable(
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
@@ -102,6 +103,9 @@ class LanguageTrainer(Trainer):
         slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
+        lacked = [name for name, there in model.kernel_packages(lm.hf).items() if not there]
+        if lacked and self.device.type == "cuda" and dist.get_rank() == 0:
+            print(f"mixers: no kernels, and so slower: install {' and '.join(lacked)}", flush=True)
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}
@@ -268,9 +272,9 @@ def held_out_losses(
 ) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches.
 
-    With eval.metrics, `eval_metrics` holds the mean of each over the loss-bearing tokens, without
-    those that have failed on a rank; with names of sources, `eval_loss_by_source` holds the loss of
-    each.
+    With eval.metrics or train.loss, `eval_metrics` holds the mean of each over the loss-bearing
+    tokens, without those that have failed on a rank; with names of sources, `eval_loss_by_source`
+    holds the loss of each.
     """
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
@@ -282,12 +286,13 @@ def held_out_losses(
         if names:
             counts = [float(targets[mine].sum()) for mine in batch.of_source()[:, i]]
             sums = [*output[2].tolist(), *counts, *sums]
-        return [float(output[1]), float(targets.sum()), float(target_bytes), *sums]
+        losses = [each.item() for each in output[:2]]
+        return [*losses, float(targets.sum()), float(target_bytes), *sums]
 
     if head.metrics:
         head.metric_sums = torch.zeros(len(head.metrics), dtype=torch.float64)
     try:
-        loss, targets, target_bytes, *sums = loop.evaluate(engine, batches, measure)
+        objective, loss, targets, target_bytes, *sums = loop.evaluate(engine, batches, measure)
     finally:
         head.metric_sums = None
     per_byte = loss / target_bytes if target_bytes else None
@@ -299,12 +304,11 @@ def held_out_losses(
             sums[2 * len(names) :],
         )
         held_out["eval_loss_by_source"] = per_token(names, nats, counts)
-    if head.metrics:
+    if head.metrics or head.own:
         each = zip(head.metrics, sums, sums[len(head.metrics) :], strict=False)
         held_out["eval_metrics"] = {
-            name.rpartition(":")[2]: value / max(targets, 1)
-            for name, value, failures in each
-            if not failures
+            **({head.own: objective / max(targets, 1)} if head.own else {}),
+            **{n.rpartition(":")[2]: value / max(targets, 1) for n, value, bad in each if not bad},
         }
     return held_out
 

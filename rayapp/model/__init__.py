@@ -44,6 +44,7 @@ from rayapp.model.lora import (
 from rayapp.model.mixers import split_documents
 from rayapp.model.names import described, freeze, lr_factors, matching
 from rayapp.model.new_tokens import rows_problem
+from rayapp.model.scans import kernel_packages
 from rayapp.model.sharding import device_mesh, held, num_nodes, shard
 from rayapp.model.source import ModelSource, processor_files, published, resolve
 from rayapp.model.weights import LoadStats, load_weights, misfits_of, problems
@@ -77,6 +78,7 @@ __all__ = [
     "init_adapters",
     "init_weights",
     "keeps_documents_apart",
+    "kernel_packages",
     "linear_names",
     "load_adapters",
     "load_weights",

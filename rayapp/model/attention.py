@@ -125,6 +125,8 @@ def _own_attention(config: PretrainedConfig) -> str | None:
         return f"{config.model_type} takes no other kernel than its own"
     if getattr(config.get_text_config(), "attention_chunk_size", None):
         return f"{config.model_type} attends in chunks, which takes a mask"
+    if getattr(config.get_text_config(), "index_topk", None):
+        return f"{config.model_type} chooses the tokens that it attends to by a mask"
     return None
 
 
@@ -142,8 +144,6 @@ def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
 def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
     if problem := _own_attention(config):
         return problem
-    if getattr(config.get_text_config(), "index_topk", None):
-        return f"{config.model_type} chooses the tokens that it attends to by a mask"
     if not hands_on_windows(config):
         return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None

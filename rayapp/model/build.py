@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rayapp.model import longrope
+from rayapp.model import longrope, scans
 from rayapp.model.attention import BY_BOUNDARIES, IMPLEMENTATIONS
 from rayapp.model.experts import Routing
 from rayapp.model.new_tokens import ROWS, NewRows
@@ -97,13 +97,15 @@ class LanguageModel(Wrapper):
         self.plain_head = _head_is_plain(hf)
         self.router_loss, coefficient = _router_loss(hf)
         self.router_weight = coefficient if router_weight is None else router_weight
-        self._router_sums: list[Tensor] = []
+        self.shows_objective = False
+        """Whether the loss's own objective is among the sums of `take_sums`."""
+        self._sums: dict[str, list[Tensor]] = {}
         self.routing = Routing(hf)
         taker = hf.base_model if self.plain_head else hf
         self.takes_positions = "position_ids" in inspect.signature(taker.forward).parameters
         self.splits_documents = False
-        """Layers that mix along the sequence without attention run document by document."""
-        self.bounds: list[int] | None = None
+        """Layers that mix along the sequence without attention are told the documents."""
+        self.bounds: Tensor | None = None
         """The documents' edges in the micro-batch that is running, for those layers."""
 
     def forward(
@@ -136,8 +138,7 @@ class LanguageModel(Wrapper):
         if position_ids is not None and self.takes_positions:
             inputs["position_ids"] = position_ids
         if self.splits_documents:
-            packed = position_ids is not None and boundaries is not None
-            self.bounds = boundaries.tolist() if packed and boundaries is not None else None
+            self.bounds = None if position_ids is None else boundaries
         if self.by_boundaries and position_ids is not None:
             assert boundaries is not None, "this attention needs the documents' boundaries"
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
@@ -147,15 +148,18 @@ class LanguageModel(Wrapper):
         routed = self.router_loss if self.training and self.router_weight else None
         if routed:
             inputs["output_router_logits"] = True
-        if self.training and self.routing.experts and torch.is_grad_enabled():
+        counted = self.training and torch.is_grad_enabled()
+        if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
         objective, loss, router_logits = self._run(inputs, labels, each)
+        if counted and self.shows_objective:
+            self._sums.setdefault("own_loss", []).append(objective.detach())
         self.routing.counting = False  # recomputation in the backward pass does not count
         if routed and router_logits:  # a mixture may have dense layers alone
             balance = routed(router_logits, present) * (labels != -100).sum()
             objective = objective + self.router_weight * balance
-            if torch.is_grad_enabled():
-                self._router_sums.append(balance.detach())
+            if counted:
+                self._sums.setdefault("router_loss", []).append(balance.detach())
         if of_source is None or each is None:
             return objective, loss
         return objective, loss, of_source.double() @ each.double().view(num_rows, -1).sum(1)
@@ -178,12 +182,13 @@ class LanguageModel(Wrapper):
         return objective, loss, getattr(output, "router_logits", None)
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return the router loss of the micro-batches since the last call, without its weight.
+        """Return further sums of the micro-batches since the last call, over loss-bearing tokens.
 
-        It is summed over loss-bearing tokens; {} if it is not in the objective.
+        They are the objective of a loss of the user's own, and the router loss without its weight,
+        if it is in the objective.
         """
-        sums, self._router_sums = self._router_sums, []
-        return {"router_loss": torch.stack(sums).sum()} if sums else {}
+        sums, self._sums = self._sums, {}
+        return {name: torch.stack(parts).sum() for name, parts in sums.items()}
 
 
 def build(
@@ -208,6 +213,7 @@ def build(
             trust_remote_code=False,
         )
     longrope.by_document(hf)
+    scans.guard(hf)
     return LanguageModel(hf, loss, source_dtype, attention, router_weight)
 
 

@@ -1,12 +1,12 @@
-"""Run layers that mix along the sequence without attention document by document.
+"""Run layers that mix along the sequence without attention on the documents of packed rows.
 
-    split_documents(model)          # before or after shard(); the model then sets `mixers.bounds`
+    split_documents(model, by_row=True)    # before or after shard(); the model sets `bounds`
 
-A causal convolution or a recurrence carries one document's values into the next, and few of
-transformers' layers take the documents' boundaries. Run on each document of a packed row by itself,
-any such layer gives what it gives for that document alone. It costs one call of the layer for each
-document instead of one for each row. A block that is recomputed in the backward pass takes the
-boundaries of the last forward pass: backward follows forward, micro-batch by micro-batch.
+A causal convolution or a recurrence carries one document's values into the next. Where all that a
+layer calls takes the documents' boundaries (scans.py), it runs once for each row. Any other layer
+runs on each document of a row by itself, which gives what it gives for that document alone, and
+costs a call for each. A block that is recomputed in the backward pass takes the boundaries of the
+last forward pass: backward follows forward, micro-batch by micro-batch.
 
 Such a layer is known by its own Conv1d: gated delta rules, Mamba's, short convolutions and gated
 recurrences all begin with one. Whether that was enough is asked by gradient (documents.py).
@@ -20,36 +20,45 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from rayapp.model.build import LanguageModel
+from rayapp.model.scans import numbers_of, takes_rows
 from rayapp.model.sharding import find_blocks
 
 
-def split_documents(model: LanguageModel) -> bool:
-    """Make the blocks' mixers run document by document; return whether there are any."""
-    if model.splits_documents:
-        return True
+def split_documents(model: LanguageModel, by_row: bool = True) -> bool:
+    """Make the blocks' mixers keep documents apart; return whether there are any to be made so.
+
+    With `by_row` those that can run once for each row, else all of them document by document.
+    """
+    some = False
     for block in find_blocks(model.hf):
         for module in block.modules():
             if any(isinstance(child, nn.Conv1d) for child in module.children()):
-                module.forward = partial(_run, model, module.forward)
-                model.splits_documents = True
-    return model.splits_documents
+                before, rows = module.forward, by_row and takes_rows(module)
+                before = before.args[1] if isinstance(before, partial) else before
+                module.forward = partial(_run, model, before, rows)
+                some = some or rows or not by_row
+    model.splits_documents = model.splits_documents or some
+    return some
 
 
 @torch.compiler.disable
-def _run(model: LanguageModel, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer on each document, with the rows laid end to end.
+def _run(model: LanguageModel, forward: Any, by_row: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a mixer on the rows laid end to end, or on each document of them.
 
-    Shapes: hidden states [B, S, H] are its first tensor; others that begin with [B, S] are split
-    along with them. The result is a tensor [B, S, ...].
+    Shapes: hidden states [B, S, H] are its first tensor; others that begin with [B, S] are laid,
+    and split, along with them. The result is a tensor [B, S, ...], or a tuple with one.
     """
     bounds = model.bounds
     if bounds is None:
         return forward(*args, **kwargs)
-    kwargs = {**kwargs, "attention_mask": None} if "attention_mask" in kwargs else kwargs
-    kwargs = {name: value for name, value in kwargs.items() if not name.startswith("cu_seq_lens")}
+    kwargs = {
+        name: None if name == "attention_mask" else value
+        for name, value in kwargs.items()
+        if not name.startswith("cu_seq_lens")
+    }
     given = (args, kwargs)
     rows, length = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)).shape[:2]
 
@@ -58,9 +67,19 @@ def _run(model: LanguageModel, forward: Any, *args: Any, **kwargs: Any) -> Any:
             return tensor
         return tensor.reshape(1, rows * length, *tensor.shape[2:])[:, start:end]
 
+    edges = [0, rows * length] if by_row else bounds.tolist()
+    more: dict[str, Tensor] = {}
+    if by_row:  # the second is for causal-conv1d and mamba-ssm
+        numbers = numbers_of(bounds, rows * length).int()
+        more = {"cu_seq_lens_q": bounds.long(), "seq_idx": numbers[None]}
     results = []
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(edges):
         its_args, its_kwargs = tree_map_only(Tensor, partial(part, start, end), given)
-        results.append(forward(*its_args, **its_kwargs))
-    mixed = torch.cat(results, 1)
-    return mixed.reshape(rows, length, *mixed.shape[2:])
+        results.append(forward(*its_args, **its_kwargs, **more))
+
+    def joined(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        return torch.cat(parts, 1).reshape(rows, length, *parts[0].shape[2:])
+
+    return tree_map(joined, *results)

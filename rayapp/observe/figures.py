@@ -11,6 +11,7 @@ from rayapp.observe.records import figure
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, clock, formed
 
+OWN = "own loss"  # the label of the figure of train.loss, which most runs lack
 RECENT = 50  # steps that `share_of_waiting` covers
 
 
@@ -21,6 +22,7 @@ def figures(now: Progress) -> dict[str, str]:
     return {
         "step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else ""),
         "loss": formed(figure(line, "loss"), ".4f"),
+        **({OWN: formed(own, ".4f")} if (own := figure(line, "own_loss")) is not None else {}),
         f"{unit.many}/s": formed(figure(line, unit.per_s), ",.0f"),
         "MFU": formed(figure(line, "mfu"), ".1%"),
         "memory": formed(figure(line, "peak_gib"), ".2f", " GiB"),

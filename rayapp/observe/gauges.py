@@ -43,6 +43,7 @@ OF_A_STEP = {
     "epoch": "Epochs done",
     "loss": "Nats per loss-bearing token, or per image, of the last step",
     "loss_per_byte": "Nats per UTF-8 byte of the last step",
+    "own_loss": "Mean of train.loss over the tokens of the last step",
     "router_loss": "Load-balancing loss of the experts in the last step, without its weight",
     "expert_imbalance": "Tokens of the busiest expert over the mean, in the most uneven layer",
     "eval_loss": "Nats per token or image of the held-out data, when last evaluated",

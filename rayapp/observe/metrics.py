@@ -82,6 +82,8 @@ class TokenRecord(StepRecord):
     tokens_per_s: float
     """Input tokens (no padding) of all workers per second without checkpoint stall and eval."""
     tokens_per_s_per_gpu: float
+    own_loss: float | None = None
+    """The mean of `train.loss` over the loss-bearing tokens; None without one."""
     router_loss: float | None = None
     """The experts' load-balancing loss, without its weight; None if it is not in the objective."""
     expert_imbalance: float | None = None

@@ -138,6 +138,7 @@ class MetricsLine(HeldOut, total=False):
     batch_digest: str
     # In runs that count tokens.
     loss_per_byte: Number | None
+    own_loss: Number | None
     router_loss: Number | None
     expert_imbalance: Number | None
     tokens: Count
@@ -392,6 +393,7 @@ class RunResult(Summary, total=False):
     lost_steps: int
     interruptions: list[Interruption]
     loss: float | None
+    own_loss: float | None
     tokens_per_s: float | None
     images_per_s: float | None
     mfu: float | None

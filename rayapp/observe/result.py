@@ -98,6 +98,7 @@ def result_of(
         "lost_steps": sums.lost_steps,
         "interruptions": sums.interruptions,
         "loss": last["loss"] if last else None,
+        **({"own_loss": last["own_loss"]} if last and last.get("own_loss") is not None else {}),
         unit.per_s: _mean(steps[unit.per_s][steady], busy),
         "mfu": _mean(steps["mfu"][steady], busy),
         "goodput": sums.goodput,

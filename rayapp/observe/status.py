@@ -233,7 +233,7 @@ def summary(run: Storage) -> Progress:
     if not result.keys() >= SUMMED:  # of a run that failed
         return read(run)
     unit = unit_of(result)
-    names = ("loss", "mfu", unit.per_s)
+    names = ("loss", "own_loss", "mfu", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
     return Progress(

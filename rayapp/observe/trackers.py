@@ -34,7 +34,7 @@ from rayapp.storage import Storage
 RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
 # Fields of metrics.jsonl, by the group that they are shown in.
 GROUPS = {
-    "loss": ("loss", "loss_per_byte", "router_loss", "eval_loss", "eval_loss_per_byte"),
+    "loss": ("loss", "loss_per_byte", "own_loss", "router_loss", "eval_loss", "eval_loss_per_byte"),
     "experts": ("expert_imbalance",),
     "accuracy": ("eval_top1", "eval_top5"),
     "optimizer": ("lr", "grad_norm", "skipped"),

@@ -36,6 +36,7 @@ from rayapp.planner.advice import (
 from rayapp.planner.answer import Answer, Band, answer
 from rayapp.planner.image_question import ask_images
 from rayapp.planner.question import Question, UnknownModel, ask, counts_of
+from rayapp.planner.shape import Shape
 from rayapp.planner.trained import random_weights, with_adapters_lora
 
 __all__ = [
@@ -74,6 +75,13 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
         if config.train.micro_batch is None:
             question = with_micro_batch(question, largest_micro_batch(question) or 1)
         planned, lora = answer(question), config.model.lora
+        shape = question.layout.shape
+        if isinstance(shape, Shape) and shape.measured and shape.measured.kernel_packages:
+            named = " and ".join(shape.measured.kernel_packages)
+            planned.reasons.append(
+                f"layers without attention: planned as PyTorch's reference code runs them; with "
+                f"{named} on GPUs they take less time and memory"
+            )
         if lora is not None and lora.target_parameters and not lora.merge:
             kind = question.layout.shape.model_type
             planned.reasons.append(opened_by(kind, lora.target_parameters))

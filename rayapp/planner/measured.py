@@ -59,6 +59,8 @@ class Measured:
     """Kernels of the forward pass."""
     adapted: bool
     """The run's adapters were in place."""
+    kernel_packages: tuple[str, ...]
+    """Packages with kernels for layers that mix along the sequence without attention."""
     whole_logits: bool
     """The model computes all logits at once, because it changes them after the head."""
 

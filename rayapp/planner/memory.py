@@ -3,9 +3,9 @@
     peak = peak_memory(Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full"))
     peak.terms["activations"], peak.total, peak.phase
 
-Memory is computed at seven moments of a step, and the largest is the peak: the start (the root and
+Memory is computed at eight moments of a step, and the largest is the peak: the start (the root and
 the first block are copied out of what was gathered), the forward of the last block but one (three
-blocks are gathered), the loss (all activations are kept and logits exist), the
+blocks are gathered) and of the last, the loss (all activations are kept and logits exist), the
 start of the blocks' backward (recomputed activations
 and gradients on top), its end (gradients of all blocks exist), the backward of the root (embedding,
 head and final norm), and the optimizer's step. The bytes that a block keeps for its backward are
@@ -334,6 +334,11 @@ def _forward_moments(layout: Layout, accumulated: float) -> dict[str, dict[str, 
             "gradients": accumulated,
             "activations": activations + (_forward_bytes(layout) - kept_bytes(layout)) * tokens,
             "gathers": others + buffers,
+        },
+        "last forward": {
+            "gradients": accumulated,
+            "activations": activations + _forward_bytes(layout) * tokens,
+            "gathers": others + gathers.buffer,
         },
         "loss": {
             "gradients": accumulated,

@@ -50,6 +50,7 @@ def of_run(run: ReportedRun) -> list[Chart]:
     """Return the charts of one run that have something to draw."""
     charts = [
         _loss([run], [0]),
+        _own_loss([run]),
         *held_charts([run], [0]),
         _step_time(run),
         _throughput([run]),
@@ -75,6 +76,7 @@ def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
             ]
         charts += of_group
     memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
+    charts.append(_own_loss(runs))
     return _laid_out([*charts, _throughput(runs), memory, _gradient(runs), _rate(runs)])
 
 
@@ -237,6 +239,12 @@ def _first_steps(run: ReportedRun, whole: Array) -> tuple[float | None, str]:
     longest = f"{words.duration(float(whole[first].max()))}"
     text = f"The first step of an attempt, {longest} at most, goes beyond the top of the chart."
     return float(whole[~first].max()), text
+
+
+def _own_loss(runs: Sequence[ReportedRun]) -> Chart:
+    """Return the chart of train.loss, which is empty if no run has one."""
+    names = {run.own_loss for run in runs} - {""}
+    return _overlaid(runs, "own-loss", f"train.loss, {' and '.join(sorted(names))}", "", "own_loss")
 
 
 def _gradient(runs: Sequence[ReportedRun]) -> Chart:

@@ -150,6 +150,7 @@ def _figures(
         ("held-out loss", [_held(run, "loss") for run in runs], _loss, min, every),
         (*(top1 if unit is IMAGES else per_byte), every),
         ("training loss", [run.recent("loss") for run in runs], _loss, min, every),
+        ("train.loss", [run.recent("own_loss") for run in runs], _loss, None, whole),
         ("steps", [run.step for run in runs], _whole, None, whole),
         (many, counted, words.amount, None, whole),
         (f"{unit.many}/s", [run.rate(unit.per_s) for run in runs], words.amount, max, whole),

@@ -49,8 +49,9 @@ def read(
     Raises:
         StorageError: it cannot be read.
     """
-    asked = config.get("eval", {})
-    whole = _whole_lines(storage) if asked.get("metrics") or asked.get("prompts") else {}
+    asked, own = config.get("eval", {}), config.get("train", {}).get("loss")
+    more = own or asked.get("metrics") or asked.get("prompts")
+    whole = _whole_lines(storage) if more else {}
     return held_out(_evaluated(columns, whole), statuses.read_validations(storage), result)
 
 

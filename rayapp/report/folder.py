@@ -91,6 +91,11 @@ class ReportedRun:
         return int(self.columns["step"][-1]) if self.num_lines else 0
 
     @property
+    def own_loss(self) -> str:
+        """The name of the user's loss, empty without one."""
+        return str(self.config.get("train", {}).get("loss") or "").rpartition(":")[2]
+
+    @property
     def unit(self) -> Unit:
         """Whether the run is counted in images or in tokens."""
         return IMAGES if self.task == "vision" else TOKENS

@@ -72,8 +72,8 @@ def _own_metric(
         {TOKEN: name},
         lines,
         {f"{place}": _metric_points(runs[place], name) for place in places},
-        f"{name} of the held-out data, a function of eval.metrics",
-        note="A function of eval.metrics, on the held-out data.",
+        f"{name} of the held-out data, a function of eval.metrics or train.loss",
+        note="A function of eval.metrics, or train.loss, on the held-out data.",
     )
 
 

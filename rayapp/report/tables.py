@@ -74,6 +74,7 @@ def _headline(run: ReportedRun) -> list[Figure]:
             words.fixed(run.recent("loss"), 4),
             recent if per_byte is None else f"{words.fixed(per_byte, 4)} per byte; {recent}",
         ),
+        Figure(run.own_loss, words.fixed(run.recent("own_loss"), 4), f"of train.loss; {recent}"),
         Figure(
             f"{run.unit.many.capitalize()}/s",
             words.amount(run.rate(run.unit.per_s)),

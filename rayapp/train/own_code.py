@@ -1,16 +1,18 @@
 """Losses and metrics of the user's, computed token by token in chunks (docs/own_code.md).
 
-    problem = problem_of("train.loss=mine.code:focal", function, vocabulary=32_000, trained=True)
+    problem = problem_of("train.loss=mine.code:focal", function, 32_000, 4096, trained=True)
     objective, loss = own_loss(hidden, weight, labels, function=load_code("train.loss", name))
     sums = token_sums({"accuracy": function}, hidden, weight, labels)
 
 A function sees the tokens that bear loss, at most `chunk` at once: logits float32 [c, V] and labels
-int64 [c], which it may write to. It returns one number a token, float [c], so that its sum does not
-depend on how rows are spread over micro-batches and workers.
+int64 [c], and, if a parameter of it is named so, hidden states float32 [c, H]. It may write to all
+of them. It returns one number a token, float [c], so that its sum does not depend on how rows are
+spread over micro-batches and workers.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +25,7 @@ from rayapp.observe.words import last_line
 from rayapp.train.loss import IGNORE
 
 TRIED_TOKENS = 4
+HIDDEN = "hidden"  # the name of the parameter that is given the hidden states
 # In the errors of a function that needs what a driver lacks: a GPU, or the group of the workers.
 OF_WORKERS = re.compile("cuda|nvidia|triton|process group", re.IGNORECASE)
 
@@ -40,21 +43,37 @@ class RaisedError(RuntimeError):
 class TokenFunction(Protocol):
     """What train.loss and eval.metrics name."""
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, /) -> torch.Tensor:
-        """Return one number a token, [c], of logits float32 [c, V] and labels int64 [c]."""
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, /, **hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Return one number a token, [c], of logits float32 [c, V] and labels int64 [c].
+
+        A function with a parameter `hidden` is given the hidden states too, float32 [c, H].
+        """
         ...
 
 
-def problem_of(what: str, function: TokenFunction, vocabulary: int, trained: bool) -> str | None:
+def takes_hidden(function: TokenFunction) -> bool:
+    """Return whether a function has a parameter that is named `hidden`."""
+    try:
+        return HIDDEN in inspect.signature(function).parameters
+    except ValueError:  # written in C
+        return False
+
+
+def problem_of(
+    what: str, function: TokenFunction, vocabulary: int, width: int, trained: bool
+) -> str | None:
     """Call a function on a few tokens, and return why it cannot be used; None if nothing is wrong.
 
-    What is `trained` is differentiated too.
+    What is `trained` is differentiated too. `width` is the size of the hidden states.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(TRIED_TOKENS, vocabulary, generator=generator, requires_grad=trained)
+    hidden = torch.randn(TRIED_TOKENS, width, generator=generator, requires_grad=trained)
     labels = torch.randint(vocabulary, (TRIED_TOKENS,), generator=generator)
     try:
-        values = _of_tokens(what, function, logits.clone(), labels)
+        values = _of_tokens(what, function, logits.clone(), labels, hidden)
         if trained and not values.requires_grad:
             return (
                 f"{what} is not usable: it is cut off from the logits, so that it has no gradient "
@@ -96,7 +115,7 @@ def own_loss(
         logits = _logits(part, *head)
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return _of_tokens(what, function, logits, wanted).sum(), loss
+        return _of_tokens(what, function, logits, wanted, part).sum(), loss
 
     objective, loss = 0.0 * hidden.sum(dtype=torch.float32), hidden.new_zeros((), dtype=torch.float)
     all_of_them = []
@@ -133,9 +152,8 @@ def token_sums(
             if logits._version:  # the function before has written to them
                 logits = _logits(part, weight, bias)
             try:
-                sums[place] += float(
-                    _of_tokens(f"eval.metrics={name}", function, logits, wanted).sum()
-                )
+                values = _of_tokens(f"eval.metrics={name}", function, logits, wanted, part)
+                sums[place] += float(values.sum())
             except (UnusableCode, RaisedError) as error:
                 if failed is None:
                     raise
@@ -166,10 +184,15 @@ def _logits(
 
 
 def _of_tokens(
-    what: str, function: TokenFunction, logits: torch.Tensor, labels: torch.Tensor
+    what: str,
+    function: TokenFunction,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    hidden: torch.Tensor,
 ) -> torch.Tensor:
+    more = {HIDDEN: hidden.to(torch.float32, copy=True)} if takes_hidden(function) else {}
     try:
-        values = function(logits, labels.clone())
+        values = function(logits, labels.clone(), **more)
     except TypeError as error:
         raise UnusableCode(_named(what, error)) from error
     except Exception as error:  # the user's code may raise anything

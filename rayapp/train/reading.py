@@ -175,7 +175,7 @@ def _one_of_each_kind(
 def _passes(
     lm: model.LanguageModel, structure: _Structure, length: int
 ) -> tuple[Counted, dict[int, BlockPass]]:
-    """Run a row of `length` tokens through the first block of each kind; count for all blocks."""
+    """Run rows of `length` tokens through the first block of each kind; count for all blocks."""
     state = {"outside": True}
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
     shared: dict[int, int] = {}
@@ -186,7 +186,8 @@ def _passes(
             shared[storage._cdata] = storage.nbytes()
         return tensor
 
-    ids = torch.zeros(1, length, dtype=torch.long, device=CPU)
+    rows = _rows(lm)
+    ids = torch.zeros(rows, length, dtype=torch.long, device=CPU)
     around = _one_of_each_kind(structure, lambda outside: state.update(outside=outside))
     with around as calls, saved_tensors_hooks(pack, lambda kept: kept):
         output = lm.hf.base_model(input_ids=ids, use_cache=False)
@@ -195,8 +196,13 @@ def _passes(
     del output
     for block in blocks.values():
         shared |= {key: size for key, size in block.shared.items() if key not in parameters}
-    total = total_of(blocks, structure.kinds, length)
-    return replace(total, kept_outside=sum(shared.values()) / length), blocks
+    total = total_of(blocks, structure.kinds, rows * length)
+    return replace(total, kept_outside=sum(shared.values()) / (rows * length)), blocks
+
+
+def _rows(lm: model.LanguageModel) -> int:
+    """Return the rows that are run: what broadcasts over rows may copy only where there are two."""
+    return 1 if takes_any_kernel(lm.hf.config) else 2
 
 
 def _shape(lm: model.LanguageModel, config: PretrainedConfig, structure: _Structure) -> Shape:
@@ -230,15 +236,17 @@ def _shape(lm: model.LanguageModel, config: PretrainedConfig, structure: _Struct
 def _with_counts(
     shape: Shape, lm: model.LanguageModel, structure: _Structure, seq_len: int, *, adapted: bool
 ) -> Shape:
-    longest = min(seq_len, LONGEST)
+    rows, longest = _rows(lm), min(seq_len, LONGEST)
     shortest = max(1, longest // 2)
     with FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
         lm.to_empty(device=CPU).train()
         short, before = _passes(lm, structure, shortest)
         long, blocks = _passes(lm, structure, longest)
     fixed, most = _fixed(structure, before, blocks) if shortest < longest else (0, 0)
-    grows = long.plus(-fixed / longest, -most / longest)
-    counted = short.plus(-fixed / shortest, -most / shortest).at(shortest, grows, longest, seq_len)
+    each, largest = fixed / rows, most / rows
+    grows = long.plus(-each / longest, -largest / longest)
+    first = short.plus(-each / shortest, -largest / shortest)
+    counted = first.at(shortest, grows, longest, seq_len)
     counted = counted.plus(fixed / seq_len, most / seq_len)
     if takes_any_kernel(lm.hf.config):
         flops, attention = counted.flops, _windows(blocks, structure.kinds)
@@ -246,7 +254,7 @@ def _with_counts(
         growth = (long.flops - short.flops) / max(1, longest - shortest)
         flops = long.flops - growth * longest
         attention = ((growth + long.attention_flops / longest, None),)
-    routed = max(block.counted.routed_rows for block in blocks.values()) // longest
+    routed = max(block.counted.routed_rows for block in blocks.values()) // (rows * longest)
     measured = Measured(
         parameters=structure.in_blocks,
         largest=max(model.num_parameters(block) for block in structure.blocks),
@@ -266,6 +274,7 @@ def _with_counts(
         traffic=counted.traffic,
         kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
         adapted=adapted,
+        kernel_packages=tuple(model.kernel_packages(lm.hf)),
         whole_logits=not lm.plain_head,
     )
     experts = [

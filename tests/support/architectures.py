@@ -113,6 +113,11 @@ ARCHITECTURES = [
     ),
     Architecture("GLM-4", "Glm4"),
     Architecture("GLM-4 MoE", "Glm4Moe", ROUTED),
+    Architecture(
+        "GLM-5",
+        "GlmMoeDsa",
+        {**LATENT, "index_topk": 64, "index_head_dim": 32, "index_n_heads": 4},
+    ),
     Architecture("DeepSeek V3", "DeepseekV3", LATENT),
     Architecture("Seed-OSS", "SeedOss"),
     Architecture("EXAONE 4", "Exaone4", WINDOWS),
