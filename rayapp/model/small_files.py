@@ -60,7 +60,12 @@ def small_files_of(tokenizer: Any, generation_config: GenerationConfig | None) -
             for path in sorted(Path(folder).rglob("*")):
                 if path.is_file():
                     small[path.relative_to(folder).as_posix()] = path.read_bytes()
-        small[TOKENIZER] = _tokenizer_config(tokenizer, json.loads(small[TOKENIZER]))
+        values = json.loads(small[TOKENIZER])
+        if pieces := getattr(tokenizer, "pieces", None):  # see rayapp.data.tokens
+            small["tokenizer.model"] = pieces
+            added = tokenizer.added_tokens_decoder.items()  # llama.cpp has those beside pieces here
+            values["added_tokens_decoder"] = {str(i): token.__getstate__() for i, token in added}
+        small[TOKENIZER] = _tokenizer_config(tokenizer, values)
     if generation_config is not None:
         # Not save_pretrained: it refuses settings that many published models have.
         text = generation_config.to_json_string(use_diff=True)
