@@ -44,6 +44,7 @@ NOT_RUN = "not run here"
 LANGUAGES = ("sh", "console", "python", "yaml", "text")
 # Programs of others, and targets that need an account: no test runs them.
 FOREIGN = ("aws", "kubectl", "helm", "hf", "curl", "terraform", "pip", "git", "tensorboard")
+FOREIGN += ("vllm", "serve", "node", "npm", "llama-server", "ollama")
 ACCOUNT = re.compile(r"(up|down|run|prove)-\w+|bucket|image")
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHEAP = ("init", "data", "plan", "presets", "list", "status", "du", "report", "completion")

@@ -114,7 +114,7 @@ def check(run: str, environments: Mapping[str, str]) -> list[Verdict]:
     """
     from transformers import AutoTokenizer
 
-    if problems := [each for pair in environments.items() for each in _absent(*pair)]:
+    if problems := [each for pair in environments.items() for each in absent(*pair)]:
         raise ConfigError(problems)
     storage = exported(run)
     with ExitStack() as stack:
@@ -129,7 +129,7 @@ def check(run: str, environments: Mapping[str, str]) -> list[Verdict]:
         return [each for (each,) in tried([model], environments).values()]
 
 
-def _absent(consumer: str, folder: str) -> Iterable[str]:
+def absent(consumer: str, folder: str) -> Iterable[str]:
     """Yield what an environment's folder lacks."""
     needed = {LLAMA_CPP: (CONVERTER, LIBRARY)}.get(consumer, (Path("bin/python"),))
     for path in needed:

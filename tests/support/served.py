@@ -5,6 +5,7 @@ models = exports(folder, base)      # Models of rayapp.consumers by name; `base`
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,15 +98,18 @@ def remembering(lm: Any, tokenizer: Any) -> None:
     """Teach the chat to the parameters that are trained, until its likeliest tokens are its own."""
     ids = torch.tensor([tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]])
     optimizer = torch.optim.AdamW([p for p in lm.parameters() if p.requires_grad], lr=1e-2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # they would wait for one another
     for _ in range(400):
         logits = lm.hf(input_ids=ids).logits[0, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
         if float(loss.detach()) < 0.05:
+            torch.set_num_threads(threads)
             return
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    raise AssertionError(f"not learnt: {float(loss)}")
+    raise AssertionError("the chat is not learnt")
 
 
 def as_model(folder: Path, base: Path | None = None, chat: bool = True) -> consumers.Model:
@@ -138,8 +142,6 @@ def exports(root: Path, smollm2: str) -> Iterator[tuple[str, consumers.Model]]:
     """Write each export, and yield it with its name in docs/serving.md."""
     byte_level = AutoTokenizer.from_pretrained(smollm2)
     llama = {**SHAPE, "vocab_size": 49152}
-    end = byte_level.convert_tokens_to_ids("<|im_end|>")
-    settings = GenerationConfig(eos_token_id=[end, 0])
 
     def whole(name: str, tokenizer: Any, config: Any, **more: Any) -> consumers.Model:
         lm, eos = built(config), tokenizer.eos_token_id
@@ -163,31 +165,36 @@ def exports(root: Path, smollm2: str) -> Iterator[tuple[str, consumers.Model]]:
     shape = LlamaConfig(**SHAPE, vocab_size=len(own))
     yield "whole, byte-level BPE trained by rayapp", whole("own", own, shape)
 
-    lora = Lora(rank=8, alpha=16, targets=(*LAYERS, *MLP))
-    experts = Lora(
-        rank=8, alpha=16, targets=LAYERS, target_parameters=("down_proj", "gate_up_proj")
-    )
-    mixture = Qwen3MoeConfig(**{**llama, **EXPERTS})
-    plain = AutoTokenizer.from_pretrained(smollm2)
-    plain.chat_template, plain.eos_token, plain.pad_token = None, "<|endoftext|>", "<|endoftext|>"
-    for name, config, adapters in (
-        ("llama", LlamaConfig(**llama), lora),
-        ("moe", mixture, experts),
+    yield from _adapters(root)
+
+
+def _adapters(root: Path) -> Iterator[tuple[str, consumers.Model]]:
+    """Yield adapters that have learnt a chat on bases that have no template and end otherwise."""
+    plain = sentencepiece(root / "plain", "bpe")
+    plain.chat_template = None
+    plain.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chats = copy.copy(plain)
+    chats.chat_template = tokens.CHAT_TEMPLATE
+    end, eos = chats.convert_tokens_to_ids("<|im_end|>"), chats.eos_token_id
+    shape = {**SHAPE, "vocab_size": len(plain), "bos_token_id": 1, "eos_token_id": eos}
+    whole = Lora(rank=8, alpha=16, targets=(*LAYERS, *MLP))
+    both = ("down_proj", "gate_up_proj")
+    experts = Lora(rank=8, alpha=16, targets=LAYERS, target_parameters=both)
+    for name, config, lora, dtype in (
+        ("adapter", LlamaConfig(**shape), whole, torch.bfloat16),
+        ("adapter of experts", Qwen3MoeConfig(**{**shape, **EXPERTS}), experts, torch.float32),
     ):
-        base = root / f"{name}-base"
-        first = built(config)
-        ends = GenerationConfig(eos_token_id=0)
-        bf16_base = {"dtype": torch.bfloat16} if name == "llama" else {}
-        model.export(
-            first, open_storage(str(base)), tokenizer=plain, generation_config=ends, **bf16_base
-        )
-        source = model.resolve(str(base))
-        lm = built(source.config, adapters, base)
-        remembering(lm, byte_level)
-        given = {"tokenizer": byte_level, "generation_config": settings}
-        folder = root / f"{name}-adapter"
+        base, folder = root / f"base of {name}", root / name
+        ends = GenerationConfig(eos_token_id=eos)
+        given = {"tokenizer": plain, "generation_config": ends, "dtype": dtype}
+        model.export(built(config), open_storage(str(base)), **given)
+        lm = built(model.resolve(str(base)).config, lora, base)
+        remembering(lm, chats)
+        ends = GenerationConfig(eos_token_id=[end, eos])
+        given = {"tokenizer": chats, "generation_config": ends}
         model.export_adapters(lm, open_storage(str(folder)), base=str(base), **given)
-        yield f"adapter{' of experts' * (name == 'moe')} on its base", as_model(folder, base)
-        folder = root / f"{name}-merged"
-        model.export(lm, open_storage(str(folder)), dtype=torch.float32, **given)
-        yield f"adapter{' of experts' * (name == 'moe')}, merged", as_model(folder)
+        stored = " in bf16" if dtype == torch.bfloat16 else ""
+        yield f"{name}, on its base{stored}", as_model(folder, base)
+        merged = root / f"{name} merged"
+        model.export(lm, open_storage(str(merged)), dtype=torch.float32, **given)
+        yield f"{name}, merged", as_model(merged)
