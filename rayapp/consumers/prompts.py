@@ -1,14 +1,13 @@
 """Choose what an exported model is tried with: chats and texts like those it was trained on.
 
-probes = probes_of(run, sections, tokenizer, stops_of("runs/demo/model"))
+A probe has `messages` or a `text` of which a consumer makes tokens itself, or neither, and its
+`ids` by the tokenizer of this environment. `text` is also what the chat template makes of messages.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,37 +21,19 @@ from rayapp.storage.inputs import read_json
 
 CHAT, TEXT = "Hello", "The"  # where the run has neither prompts nor rows
 ROWS, MOST = 8, 3  # rows that are read; documents of them that are tried
-BEGINNING = 16  # tokens of a document without a prompt
-LONGEST = 2048  # tokens of a prompt
+BEGINNING, LONGEST = 16, 2048  # tokens of a text's beginning, and of a prompt
+
+Probe: TypeAlias = dict[str, Any]
 
 
-class Probe(TypedDict):
-    """A prompt; a consumer makes its tokens of the messages or the text, if there are any."""
-
-    messages: list[dict[str, str]] | None
-    text: str | None
-    """Of messages what the chat template makes of them."""
-    ids: list[int]
-    """Its tokens, by the tokenizer of this environment."""
-
-
-def chat_probe(tokenizer: Any, prompt: str) -> Probe:
-    """Return a user's message, to be answered."""
+def probe_of(tokenizer: Any, prompt: str, chat: bool) -> Probe:
+    """Return a text to be continued, or with `chat` a user's message to be answered."""
+    ids = prompt_ids(tokenizer, prompt, chat)
+    if not chat:
+        return {"messages": None, "text": prompt, "ids": ids}
     messages = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return {"messages": messages, "text": text, "ids": prompt_ids(tokenizer, messages, True)}
-
-
-def text_probe(tokenizer: Any, text: str) -> Probe:
-    """Return a text, to be continued."""
-    return {"messages": None, "text": text, "ids": prompt_ids(tokenizer, text, False)}
-
-
-def stops_of(folder: str) -> frozenset[int]:
-    """Return the tokens that end a generation by an exported folder."""
-    path = Path(folder, "generation_config.json")
-    found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+    return {"messages": messages, "text": text, "ids": ids}
 
 
 def probes_of(
@@ -65,38 +46,31 @@ def probes_of(
     """
     prompts: Any = sections.get("eval", {}).get("prompts") or []
     kind = sections.get("data", {}).get("kind")
-    found: list[Probe] = []
-    if kind != "text":
-        ends = (_up_to_end(ids, labels, stops) for ids, labels in _documents(run))
-        turns = [ids for ids in ends if ids is not None and len(ids) <= LONGEST][:MOST]
-        found = [{"messages": None, "text": None, "ids": ids} for ids in turns]
-    if kind == "chat" and tokenizer.chat_template:
-        return [chat_probe(tokenizer, prompt) for prompt in prompts or [CHAT]] + found
-    if not found and not prompts:
+    chat = kind == "chat" and bool(tokenizer.chat_template)
+    ends = [] if kind == "text" else [up_to_end(*each, stops) for each in _documents(run)]
+    turns = [ids for ids in ends if ids and len(ids) <= LONGEST][:MOST]
+    if not prompts and not chat and not turns:
         texts = [tokenizer.decode(ids[:BEGINNING].tolist()) for ids, _ in _documents(run)]
-        prompts = [text for text in texts if text.strip()][:MOST] or [TEXT]
-    return [text_probe(tokenizer, prompt) for prompt in prompts] + found
+        prompts = [text for text in texts if text.strip()][:MOST]
+    if not prompts and not turns:
+        prompts = [CHAT if chat else TEXT]
+    asked = [probe_of(tokenizer, prompt, chat) for prompt in prompts or [CHAT] * chat]
+    return asked + [{"messages": None, "text": None, "ids": ids} for ids in turns]
 
 
-def _up_to_end(ids: Any, labels: Any, stops: frozenset[int]) -> list[int] | None:
-    """Return a document's tokens [n] up to where the next one is to end the first answer."""
-    ends = np.flatnonzero((labels != IGNORE) & np.isin(labels, list(stops)))
-    return ids[: ends[0] + 1].tolist() if len(ends) else None
+def up_to_end(ids: Any, labels: Any, stops: frozenset[int]) -> list[int]:
+    """Return a document's tokens [n] up to where the next one is to end its first answer."""
+    ends = np.flatnonzero((labels != IGNORE) & np.isin(labels, [*stops]))
+    return ids[: ends[0] + 1].tolist() if len(ends) else []
 
 
 def _documents(run: Storage) -> Iterator[tuple[Any, Any]]:
     """Yield tokens and labels [n] of a few documents, held-out ones if there are; if kept."""
-    plan = read_json(run, PLAN) or {}
-    for url in plan.get("prepared", []):
-        made = prepared.load(open_storage(url))
-        if made is None:
+    for url in (read_json(run, PLAN) or {}).get("prepared", []):
+        if (made := prepared.load(open_storage(url))) is None:
             continue
         rows = made.rows("eval" if made.held_out else "train")
-        places = np.arange(min(ROWS, len(rows)))
-        for ids, labels, segments in rows.read(rows.numbers(places))[
-            ["input_ids", "labels", "segments"]
-        ].tolist():
-            ids, labels, segments = map(np.array, (ids, labels, segments))
-            for number in range(1, int(segments.max()) + 1):
-                mine = segments == number
-                yield ids[mine], labels[mine]
+        for row in rows.read(rows.numbers(np.arange(min(ROWS, len(rows))))):
+            for number in range(1, int(row["segments"].max()) + 1):
+                mine = row["segments"] == number
+                yield row["input_ids"][mine], row["labels"][mine]

@@ -63,8 +63,6 @@ def small_files_of(tokenizer: Any, generation_config: GenerationConfig | None) -
         values = json.loads(small[TOKENIZER])
         if pieces := getattr(tokenizer, "pieces", None):  # see rayapp.data.tokens
             small["tokenizer.model"] = pieces
-            added = tokenizer.added_tokens_decoder.items()  # llama.cpp has those beside pieces here
-            values["added_tokens_decoder"] = {str(i): token.__getstate__() for i, token in added}
         small[TOKENIZER] = _tokenizer_config(tokenizer, values)
     if generation_config is not None:
         # Not save_pretrained: it refuses settings that many published models have.
@@ -93,6 +91,15 @@ def _tokenizer_config(tokenizer: Any, values: dict[str, Any]) -> bytes:
             "model_input_names": tokenizer.model_input_names,
             "padding_side": tokenizer.padding_side,
             "add_prefix_space": (rules["pre_tokenizer"] or {}).get("add_prefix_space", False),
+        }
+    if getattr(tokenizer, "pieces", None):  # llama.cpp takes all else that it knows from here
+        ids, bos, eos = tokenizer("a")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+        added = tokenizer.added_tokens_decoder.items()
+        values |= {
+            "add_prefix_space": tokenizer.tokenize("a")[0].startswith("\u2581"),
+            "add_bos_token": bos is not None and ids[0] == bos,
+            "add_eos_token": eos is not None and ids[-1] == eos,
+            "added_tokens_decoder": {str(i): token.__getstate__() for i, token in added},
         }
     return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 

@@ -18,14 +18,14 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
 )
 from transformers.utils import sentencepiece_model_pb2_new
 
 from rayapp import consumers, model
 from rayapp.config import Lora
-from rayapp.consumers.prompts import chat_probe, stops_of, text_probe
+from rayapp.consumers.prompts import probe_of
 from rayapp.data import tokens
 from rayapp.storage import open_storage
 
@@ -42,7 +42,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
     "tie_word_embeddings": False,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 INST = (
@@ -112,18 +112,16 @@ def remembering(lm: Any, tokenizer: Any) -> None:
     raise AssertionError("the chat is not learnt")
 
 
-def as_model(folder: Path, base: Path | None = None, chat: bool = True) -> consumers.Model:
+def as_model(folder: Path, base: Path | None = None) -> consumers.Model:
     """Return an exported folder with what it is tried with: a chat, its end, and a text."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    stops = stops_of(str(folder))
-    probes = [text_probe(tokenizer, "The way of it is")]
-    if chat:
-        ids = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
-        while ids[-1] not in stops:  # a line's end behind it
-            ids.pop()
-        probes += [chat_probe(tokenizer, ASK), {"messages": None, "text": None, "ids": ids[:-1]}]
-    where = None if base is None else str(base)
-    return consumers.Model(str(folder), where, tokenizer, probes, stops, chat)
+    tokenizer, where = AutoTokenizer.from_pretrained(folder), None if base is None else str(base)
+    probes = [probe_of(tokenizer, "The way of it is", chat=False), probe_of(tokenizer, ASK, True)]
+    made = consumers.Model(str(folder), where, tokenizer, probes, must_stop=True)
+    ids = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    while ids[-1] not in made.stops:  # a line's end behind it
+        ids.pop()
+    probes.append({"messages": None, "text": None, "ids": ids[:-1]})
+    return made
 
 
 def built(config: Any, lora: Lora | None = None, source: Path | None = None) -> Any:
@@ -182,7 +180,7 @@ def _adapters(root: Path) -> Iterator[tuple[str, consumers.Model]]:
     experts = Lora(rank=8, alpha=16, targets=LAYERS, target_parameters=both)
     for name, config, lora, dtype in (
         ("adapter", LlamaConfig(**shape), whole, torch.bfloat16),
-        ("adapter of experts", Qwen3MoeConfig(**{**shape, **EXPERTS}), experts, torch.float32),
+        ("adapter of experts", MixtralConfig(**{**shape, **EXPERTS}), experts, torch.float32),
     ):
         base, folder = root / f"base of {name}", root / name
         ends = GenerationConfig(eos_token_id=eos)
