@@ -21,7 +21,7 @@ def in_transformers(request: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, base = request["folder"], request["base"]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     hf: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
     if base:
         from peft import PeftModel
@@ -63,7 +63,7 @@ def in_vllm(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.lora.request import LoRARequest
 
     folder, base = request["folder"], request["base"]
-    how = {"dtype": "float32", "max_model_len": request["room"], "max_num_seqs": 4}
+    how: dict[str, Any] = {"dtype": "float32", "max_model_len": request["room"], "max_num_seqs": 4}
     settings: dict[str, Any] = {"use_tqdm": False}
     if base:
         rank = json.loads(Path(folder, "adapter_config.json").read_bytes())["r"]
