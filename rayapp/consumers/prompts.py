@@ -15,7 +15,7 @@ from rayapp.data import prepared
 from rayapp.data.packing import IGNORE
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe.records import Sections
-from rayapp.observe.run_folder import PLAN
+from rayapp.observe.run_folder import PLAN, PREPARED
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.inputs import read_json
 
@@ -66,8 +66,9 @@ def up_to_end(ids: Any, labels: Any, stops: frozenset[int]) -> list[int]:
 
 def _documents(run: Storage) -> Iterator[tuple[Any, Any]]:
     """Yield tokens and labels [n] of a few documents, held-out ones if there are; if kept."""
-    for url in (read_json(run, PLAN) or {}).get("prepared", []):
-        if (made := prepared.load(open_storage(url))) is None:
+    root = open_storage(run.url.rpartition("/")[0]) / PREPARED
+    for name in (read_json(run, PLAN) or {}).get("prepared", []):
+        if (made := prepared.load(root / name)) is None:
             continue
         rows = made.rows("eval" if made.held_out else "train")
         for row in rows.read(rows.numbers(np.arange(min(ROWS, len(rows))))):
