@@ -207,7 +207,7 @@ def test_a_verdict_names_what_is_wrong(case: str, tmp_path: Path) -> None:
     tokenizer = tokens.byte_tokenizer()
     probe: Any = {"messages": None, "text": None, "ids": PROMPT}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
-    tried = consumers.Model(str(tmp_path), None, tokenizer, [probe], must_stop)
+    tried = consumers.Served(str(tmp_path), None, tokenizer, [probe], must_stop)
     found = consumers.verdict_of(VLLM, tried, {"written": [written]}, iter([gap]))
     assert (found.opens, found.stops, found.equal) == wanted
     assert why in found.why and bool(found.why) == bool(why)
@@ -220,7 +220,7 @@ def test_what_a_program_raises_is_its_verdict() -> None:
     request: Any = {"folder": ""}
     answers = consumers.answers_of(ends, [request, request])
     assert [each["error"] for each in answers] == ["it ended with exit code 3: no room"] * 2
-    tried = consumers.Model("", None, None, [], True)
+    tried = consumers.Served("", None, None, [], True)
     found = consumers.verdict_of(VLLM, tried, answers[0], iter([]))
     assert not found.opens and not found.good and "no room" in found.why
 

@@ -51,7 +51,7 @@ Json: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Model:
+class Served:
     """An exported folder, and what it is tried with."""
 
     folder: str
@@ -102,7 +102,7 @@ def check(run: str, environments: Mapping[str, str]) -> list[Verdict]:
         folder = local_copy(storage / MODEL, stack)
         base = base_of(run, folder, stack) if Path(folder, ADAPTER).exists() else None
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model = Model(folder, base, tokenizer, [], sections["data"]["kind"] != "text")
+        model = Served(folder, base, tokenizer, [], sections["data"]["kind"] != "text")
         probes = probes_of(storage, sections, tokenizer, model.stops)
         return [each for (each,) in tried([replace(model, probes=probes)], environments).values()]
 
@@ -115,7 +115,7 @@ def absent(consumer: str, folder: str) -> Iterator[str]:
             yield f"--{consumer}={folder} is no environment of {consumer}: {why}"
 
 
-def tried(models: Sequence[Model], environments: Mapping[str, str]) -> dict[str, list[Verdict]]:
+def tried(models: Sequence[Served], environments: Mapping[str, str]) -> dict[str, list[Verdict]]:
     """Return the verdicts of each consumer, one for each model; a consumer is started once."""
     requests: list[Json] = [
         {
@@ -192,7 +192,7 @@ def _merged(request: Json, folder: str) -> Json:
     return {**request, "folder": made, "made": made}
 
 
-def verdict_of(consumer: str, model: Model, answer: Json, gaps: Iterator[float]) -> Verdict:
+def verdict_of(consumer: str, model: Served, answer: Json, gaps: Iterator[float]) -> Verdict:
     """Judge an answer, of whose texts the gaps are the next ones."""
     if "error" in answer:
         return Verdict(consumer, False, why=f"{answer['error']:.500}. {CURES[consumer]}")

@@ -41,7 +41,7 @@ def write_small_files(
     generation_config = generation_config or getattr(hf, "generation_config", None)
     small |= small_files_of(tokenizer, generation_config)
     stops = None if generation_config is None else generation_config.eos_token_id
-    small["config.json"] = _config_json(hf, dtype, stops)
+    small["config.json"] = config_json(hf, dtype, stops)
     for entry in storage.list():
         ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
         if ours and entry.name not in sizes and entry.name not in small:
@@ -111,7 +111,7 @@ def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
+def config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
     """Write config.json so that transformers 4 reads it too.
 
     Version 5 renamed torch_dtype to dtype, in some families num_experts to num_local_experts, and

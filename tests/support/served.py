@@ -1,6 +1,6 @@
 """Exported folders of every kind, small, each with a memory of one chat, to be opened by others.
 
-models = exports(folder, base)      # Models of rayapp.consumers by name; `base` is SmolLM2's folder
+models = exports(folder, base)      # Served of rayapp.consumers by name; `base` is SmolLM2's folder
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def remembering(lm: Any, tokenizer: Any) -> None:
     raise AssertionError("the chat is not learnt")
 
 
-def as_model(folder: Path, base: Path | None = None) -> consumers.Model:
+def as_model(folder: Path, base: Path | None = None) -> consumers.Served:
     """Return an exported folder with what it is tried with: a chat, its end, and a text."""
     tokenizer, where = AutoTokenizer.from_pretrained(folder), None if base is None else str(base)
     probes = [probe_of(tokenizer, "The way of it is", chat=False), probe_of(tokenizer, ASK, True)]
-    made = consumers.Model(str(folder), where, tokenizer, probes, must_stop=True)
+    made = consumers.Served(str(folder), where, tokenizer, probes, must_stop=True)
     ids = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     while ids[-1] not in made.stops:  # a line's end behind it
         ids.pop()
@@ -136,12 +136,12 @@ def built(config: Any, lora: Lora | None = None, source: Path | None = None) -> 
     return lm
 
 
-def exports(root: Path, smollm2: str) -> Iterator[tuple[str, consumers.Model]]:
+def exports(root: Path, smollm2: str) -> Iterator[tuple[str, consumers.Served]]:
     """Write each export, and yield it with its name in docs/serving.md."""
     byte_level = AutoTokenizer.from_pretrained(smollm2)
     llama = {**SHAPE, "vocab_size": 49152}
 
-    def whole(name: str, tokenizer: Any, config: Any, **more: Any) -> consumers.Model:
+    def whole(name: str, tokenizer: Any, config: Any, **more: Any) -> consumers.Served:
         lm, eos = built(config), tokenizer.eos_token_id
         remembering(lm, tokenizer)
         stops = GenerationConfig(eos_token_id=[tokenizer.convert_tokens_to_ids("<|im_end|>"), eos])
@@ -166,7 +166,7 @@ def exports(root: Path, smollm2: str) -> Iterator[tuple[str, consumers.Model]]:
     yield from _adapters(root)
 
 
-def _adapters(root: Path) -> Iterator[tuple[str, consumers.Model]]:
+def _adapters(root: Path) -> Iterator[tuple[str, consumers.Served]]:
     """Yield adapters that have learnt a chat on bases that have no template and end otherwise."""
     plain = sentencepiece(root / "plain", "bpe")
     plain.chat_template = None
