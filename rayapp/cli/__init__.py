@@ -7,7 +7,7 @@ staging.py   stage
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
-results.py   report, generate, publish
+results.py   report, generate, check, publish
 space.py     du, rm, prune
 """
 
@@ -34,6 +34,7 @@ COMMANDS = {  # name: module and function
     "connect": "cli.clusters.connect",
     "report": "cli.results.report",
     "generate": "cli.results.generate",
+    "check": "cli.results.check",
     "publish": "cli.results.publish",
     "du": "cli.space.du",
     "rm": "cli.space.rm",

