@@ -153,7 +153,9 @@ def config_values(path: str) -> Mapping[str, Any] | None:
     gguf.content()
     file = Path(gguf.folder.url, gguf.name)
     with _read_errors(gguf):
-        return AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
+        return AutoConfig.from_pretrained(
+            file.parent, gguf_file=file.name, trust_remote_code=False
+        ).to_dict()
 
 
 def _packaged(path: str, from_scratch: bool) -> Preset | None:
@@ -268,7 +270,7 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
     )
     _say(f"reading {read}; its weights are written in {str(dtype).removeprefix('torch.')}, once")
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config = AutoConfig.from_pretrained(**where)
+    config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     _rotate(config, values, {name: tensors[name].data for name in tensors if "rope_" in name})
     opened: Any = AutoModelForCausalLM.from_pretrained(
         **where,
