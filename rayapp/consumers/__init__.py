@@ -184,7 +184,9 @@ def _merged(request: Json, folder: str) -> Json:
 
     from rayapp.model.adapter import adapted
 
-    hf = transformers.AutoModelForCausalLM.from_pretrained(request["base"])
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        request["base"], dtype="float32", trust_remote_code=False
+    )
     adapted(hf, request["folder"]).merge_and_unload().save_pretrained(made)
     for file in Path(request["folder"]).iterdir():
         if file.is_file() and not file.name.startswith("adapter_"):

@@ -21,8 +21,10 @@ def in_transformers(request: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     folder, base = request["folder"], request["base"]
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    hf: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    hf: Any = AutoModelForCausalLM.from_pretrained(
+        base or folder, dtype=torch.float32, trust_remote_code=False
+    )
     if base:
         from peft import PeftModel
 
