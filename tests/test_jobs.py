@@ -64,8 +64,11 @@ def test_a_cluster_that_has_just_started_is_asked_again(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_entrypoint_is_the_config(path: Path) -> None:
+def test_the_entrypoint_is_the_config(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a shell and the command make of it is the config again."""
+    monkeypatch.chdir(tmp_path)  # where the files of examples/ are not: they are no local data
     wanted = load(str(path), {"run.storage": "s3://bucket/runs"})
     words = shlex.split(prepare(wanted, SubmitOptions()).entrypoint)
     assert words[:4] == ["exec", "python", "-m", wanted.MODULE]

@@ -126,9 +126,11 @@ def test_what_is_sent_is_whole_and_names_no_place(
     assert {*files} == {"LICENSE", "README.md", "loss.svg", ".gitattributes"} | {
         entry.name for entry in (run / "model").list()
     }
-    places = [str(base), base.parent.name, run.url, str(tmp_path), socket.gethostname(), TOKEN]
+    places = [str(base), base.parent.name, run.url, str(tmp_path), TOKEN]
     for name, data in files.items():
-        assert not [place for place in places if place.encode() in data], name
+        # A host's name may be so short that a model's bytes hold it.
+        host = [] if name.endswith(".safetensors") else [socket.gethostname()]
+        assert not [place for place in [*places, *host] if place.encode() in data], name
         assert name == "README.md" or name in out or name == ".gitattributes"
     assert TOKEN not in out
     assert files["LICENSE"] == b"Own Licence"
