@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         clone = Path(folder) / "rayapp"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         if venv is not None:
-            adopt(Path(venv), clone / ".venv")
+            adopt(Path(venv).resolve(), clone / ".venv")
         environment = {
             **os.environ,
             "PATH": f"{clone}/.venv/bin:{os.environ['PATH']}",
