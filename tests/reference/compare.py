@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -116,7 +116,11 @@ def _exports(done: Done, expected: plain.Outcome, rounding: dict[str, torch.Tens
         if not lora["merge"]:
             return found
         # Of the adapters compared above: a merge spreads each of their elements over a row.
-        expected.model = opened.merge_and_unload()
+        if lora["target_parameters"]:  # whose factors peft stacks otherwise
+            expected.model = opened.merge_and_unload()
+        else:
+            set_peft_model_state_dict(expected.model, ours)
+            expected.model = expected.model.merge_and_unload()
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     if report["missing_keys"] or report["unexpected_keys"]:
         found.append(f"model/ opens with {report}")

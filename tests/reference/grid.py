@@ -30,7 +30,7 @@ CHOICES: dict[str, list[Any]] = {
     "train.weight_decay": [0.1, 0.0, 1.0],
     "train.betas": ["0.9,0.95", "0.8,0.999"],
     "train.grad_clip": [1.0, 0.3, "none"],
-    "train.lr_by_name": [{}, {}, {"*.0.*weight": 0.5, "*": 2.0}],
+    "train.lr_by_name": [{}, {}, {"*.1.*weight": 0.5, "*": 2.0}],
     "train.z_loss": [0.0, 0.0, 1e-3],
     "train.label_smoothing": [0.0, 0.0, 0.1],
     "train.router_loss": ["auto", 0, 0.2],

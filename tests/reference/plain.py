@@ -248,7 +248,7 @@ class Optimizer:
         hidden = {id(m.weight) for m in layers if m is not model.get_output_embeddings()} - tables
         self.betas, self.steps, self.parameters = settings["betas"], 0, []
         self.factors: dict[int, float] = {}
-        for pattern, factor in reversed(settings["lr_by_name"].items()):
+        for pattern, factor in reversed(settings.get("lr_by_name", {}).items()):
             found = {id(p): factor for name, p in names(model) if fnmatchcase(name, pattern)}
             self.factors |= found
         for p in model.parameters():
