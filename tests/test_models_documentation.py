@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-RATIO = re.compile(r"\b\d\.\d\d\b")
 BEGIN, END = "<!-- made by the test -->\n", "<!-- end -->"
 CLOSE = 1e-4
 
@@ -144,9 +142,5 @@ def test_the_page_says_what_becomes_of_each_architecture(tmp_path: Path) -> None
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     if os.environ.get("GOLDEN") == "write":
         PAGE.write_text(before + made + after, encoding="utf-8")
-    page, wanted = PAGE.read_text(encoding="utf-8"), before + made + after
-    said, found = (list(map(float, RATIO.findall(text))) for text in (page, wanted))
-    # A ratio at the edge of two hundredths is either: what is traced differs by some bytes.
-    assert said == pytest.approx(found, abs=0.011), "if meant so, GOLDEN=write"
-    assert RATIO.sub("", page) == RATIO.sub("", wanted), "if meant so, GOLDEN=write"
+    assert PAGE.read_text(encoding="utf-8") == before + made + after, "if meant so, GOLDEN=write"
     assert " no |" not in made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -187,6 +188,19 @@ def memory(
     )
     built = model.num_parameters(model.build(config, loss=model.no_loss, attention="eager"))
     return peak_memory(layout).total, found.peak_bytes, shape.parameters - built
+
+
+def test_a_reading_is_the_same_whenever_garbage_is_collected() -> None:
+    """The address of a freed tensor may be that of the next one."""
+    config, before = BY_KIND["GlmMoeDsa"].config(), gc.get_threshold()
+    found = []
+    try:
+        for threshold in (50, 5000):
+            gc.set_threshold(threshold, 10, 10)
+            found.append(read(config, seq_len=512, fp32=False, lora=None))
+    finally:
+        gc.set_threshold(*before)
+    assert found[0] == found[1]
 
 
 def test_qwen3_30b_a3b_has_its_published_numbers() -> None:

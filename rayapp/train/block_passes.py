@@ -61,8 +61,8 @@ class BlockPass:
     counted: Operations
     kept: int
     """Bytes that it keeps for its backward pass, its input included if autograd saves it."""
-    shared: dict[int, int]
-    """Bytes of what it keeps and other blocks may keep too, by storage."""
+    shared: dict[int, torch.UntypedStorage]
+    """What it keeps and other blocks may keep too, by address, which is free once one is gone."""
     in_flight: int
     forward: int
     """Bytes at the peak of its forward pass beside those that it keeps."""
@@ -114,11 +114,15 @@ def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> Bl
     counted.hold([hidden])
     counted.given = counted.alive
     own: dict[int, int] = {}
-    shared: dict[int, int] = {}
+    shared: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        (own if counted.made_here(tensor) else shared)[storage._cdata] = storage.nbytes()
+        number = counted.number(tensor)
+        if number is None:
+            shared[storage._cdata] = storage
+        else:
+            own[number] = storage.nbytes()
         return tensor
 
     ATTENDED.clear()

@@ -54,6 +54,8 @@ class Operations(TorchDispatchMode):
         self.counts = True
         """False: only what is alive is followed."""
         self._seen = WeakIdKeyDictionary()
+        """The number of each storage: an address may be another's once one is freed."""
+        self._count_seen = 0
         self._of_products = WeakIdKeyDictionary()
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -61,14 +63,15 @@ class Operations(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage not in self._seen:
-                self._seen[storage] = True
+                self._seen[storage] = self._count_seen = self._count_seen + 1
                 self.alive += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
         self.peak = max(self.peak, self.alive)
 
-    def made_here(self, tensor: Tensor) -> bool:
-        """Return whether the tensor was made inside the block, or `hold` was told of it."""
-        return tensor.untyped_storage() in self._seen
+    def number(self, tensor: Tensor) -> int | None:
+        """Return a number of a tensor's storage if it was made inside the block or held."""
+        number: int | None = self._seen.get(tensor.untyped_storage())
+        return number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -93,7 +96,7 @@ class Operations(TorchDispatchMode):
         if not flops and name not in ATTENTION:
             self.traffic += nbytes(given) + nbytes(made)
             return
-        for tensor in [each for each in given if self.made_here(each)] + made:
+        for tensor in [each for each in given if self.number(each) is not None] + made:
             storage = tensor.untyped_storage()
             if storage not in self._of_products:
                 self._of_products[storage] = True

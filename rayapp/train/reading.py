@@ -178,12 +178,12 @@ def _passes(
     """Run rows of `length` tokens through the first block of each kind; count for all blocks."""
     state = {"outside": True}
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
-    shared: dict[int, int] = {}
+    shared: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if state["outside"] and storage._cdata not in parameters:
-            shared[storage._cdata] = storage.nbytes()
+            shared[storage._cdata] = storage
         return tensor
 
     rows = _rows(lm)
@@ -195,9 +195,10 @@ def _passes(
     blocks = {n: block_pass(structure.blocks[n], hidden_size, *call) for n, call in calls.items()}
     del output
     for block in blocks.values():
-        shared |= {key: size for key, size in block.shared.items() if key not in parameters}
+        shared |= {key: each for key, each in block.shared.items() if key not in parameters}
     total = total_of(blocks, structure.kinds, rows * length)
-    return replace(total, kept_outside=sum(shared.values()) / (rows * length)), blocks
+    outside = sum(storage.nbytes() for storage in shared.values())
+    return replace(total, kept_outside=outside / (rows * length)), blocks
 
 
 def _rows(lm: model.LanguageModel) -> int:
