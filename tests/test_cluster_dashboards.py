@@ -330,11 +330,12 @@ def test_alerts_are_evaluated_and_only_the_bad_run_fires(live: Live) -> None:
     }
     assert {rule["health"] for rule in rules} == {"ok"}, rules
     live.wait_for('ALERTS{alertname="LossNotFinite", alertstate="firing"}')
-    # A pending one is none yet: a scrape that took longer than this test's two seconds is up == 0.
-    firing = [each for each in live.get("alerts")["alerts"] if each["state"] == "firing"]
-    assert [(each["labels"]["alertname"], each["labels"].get("run")) for each in firing] == [
-        ("LossNotFinite", "driven")
-    ]
+    # A busy machine answers no scrape within this test's two seconds for a while, and NodeLost then
+    # fires rightly: rules_test.yml judges that rule.
+    firing = [each["labels"] for each in live.get("alerts")["alerts"] if each["state"] == "firing"]
+    assert [
+        (each["alertname"], each.get("run")) for each in firing if each["alertname"] != "NodeLost"
+    ] == [("LossNotFinite", "driven")]
 
 
 @with_prometheus
