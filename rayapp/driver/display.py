@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.figures import label, shown, text
@@ -94,7 +95,7 @@ class ProgressBar:
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
-        self.console.print(plain(text), highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the bar and leave its last state on the screen."""
@@ -131,7 +132,7 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
     for row in rows(results):
-        table.add_row(*map(plain, row))
+        table.add_row(*map(Text, row))
     console.print(table)
     for _, _, answered in answers(results):
         for item in answered[:MOST_ITEMS]:
@@ -154,9 +155,7 @@ def result(console: Console, result: RunResult) -> None:
         tasks(console, result["tasks"])
     for prompt, answer in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
-        console.print(
-            f"[bold]{plain(prompt)}[/bold]{plain(answer)}", highlight=False, soft_wrap=True
-        )
+        console.print(Text.assemble((prompt, "bold"), answer), soft_wrap=True)
         console.rule(style="dim")
     shares = result.get("goodput", {}).items()
     goodput = ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005)
@@ -194,8 +193,3 @@ def next_steps(result: RunResult) -> list[str]:
     if result.get("model_path") and unit_of(result) == TOKENS:
         lines.append(f"      rayapp generate {run}")
     return lines
-
-
-def plain(text: str) -> str:
-    """Escape text so that rich prints it literally."""
-    return text.replace("[", r"\[")

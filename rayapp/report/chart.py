@@ -262,8 +262,8 @@ def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
     ]
     texts = (
         (4, 13, "start", label),
-        (LEFT - 4, TOP + 4, "end", f"{high:.4g}"),
-        (LEFT - 4, HEIGHT - BOTTOM, "end", f"{low:.4g}"),
+        (LEFT - 4, TOP + 4, "end", words.amount(high)),
+        (LEFT - 4, HEIGHT - BOTTOM, "end", words.amount(low)),
         (LEFT, HEIGHT - 4, "start", f"step {first:,.0f}"),
         (WIDTH - 4, HEIGHT - 4, "end", f"{last:,.0f}"),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES, Unit
-from rayapp.config.text import flatten
+from rayapp.config.text import flatten, shown
 from rayapp.observe.figures import label, text
 from rayapp.observe.words import UNKNOWN
 from rayapp.order import fingerprint
@@ -83,23 +83,21 @@ def digests(run: ReportedRun) -> tuple[str, str]:
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the config fields that are not the same in all runs."""
     every = [_flat(run.config) for run in runs]
-    names = list(dict.fromkeys(name for config in every for name in config))
     rows = []
-    for name in names:
-        cells = [_shown(config[name]) if name in config else UNKNOWN for config in every]
-        if len(set(cells)) > 1 and name not in OWN:
-            rows.append(ComparisonRow(name, cells))
+    for name in dict.fromkeys(name for config in every for name in config):
+        values = [config.get(name, UNKNOWN) for config in every]
+        if name not in OWN and any(value != values[0] for value in values):
+            rows.append(ComparisonRow(name, list(map(shown, values))))
     return rows
 
 
 def settings(run: ReportedRun) -> list[list[str]]:
     """Return the fields of the config that are not at their defaults: field, value, default."""
-    kind = KINDS.get(run.task, Config)
-    defaults, own = _flat(kind().model_dump(mode="json")), _flat(run.config)
+    defaults = _flat(KINDS.get(run.task, Config)().model_dump(mode="json"))
     return [
-        [name, _shown(value), _shown(defaults.get(name))]
-        for name, value in own.items()
-        if _shown(value) != _shown(defaults.get(name))
+        [name, shown(value), shown(defaults.get(name))]
+        for name, value in _flat(run.config).items()
+        if value != defaults.get(name)
     ]
 
 
@@ -108,22 +106,9 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, object]:
     return flatten({name: section for name, section in tree.items() if section != {}})
 
 
-def _shown(value: Any) -> str:
-    """Return a config value as text.
-
-    >>> _shown(None), _shown(True), _shown([1, "a"]), _shown({})
-    ('none', 'true', '1, a', '{}')
-    """
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return ", ".join(_shown(item) for item in value) or "[]"
-    return str(value)
-
-
 def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the results of several runs, one row per figure that is known of one of them."""
-    every, whole = groups(runs), [ComparableRuns("", list(range(len(runs))), "", "")]
+    every, whole = groups(runs), [range(len(runs))]
     rows = []
     if len(every) > 1:
         named = {place: group.name for group in every for place in group.places}
@@ -132,7 +117,8 @@ def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     for name, value, better, write in _figures(runs[0].unit):
         values = [value(run) for run in runs]
         if any(value is not None for value in values):
-            best = _best(values, better, every if name in OF_GROUPS else whole)
+            among = [group.places for group in every] if name in OF_GROUPS else whole
+            best = _best(values, better, among)
             cells = [(write or partial(text, name))(value) for value in values]
             rows.append(ComparisonRow(label(name), cells, best, values))
     return rows
@@ -164,16 +150,16 @@ def _figures(unit: Unit) -> list[tuple[str, Callable[[ReportedRun], Any], Any, A
 
 
 def _best(
-    values: Sequence[float | None], prefer: Any, every: Sequence[ComparableRuns]
+    values: Sequence[float | None], better: Any, among: Sequence[Sequence[int]]
 ) -> frozenset[int]:
     """Return the indices of the best value of each group.
 
     A group has none if all are equal, or no value counts as better.
     """
-    best = set()
-    for group in every:
-        known = {place: value for place in group.places if (value := values[place]) is not None}
-        if prefer is not None and len(set(known.values())) > 1:
-            first = prefer(known.values())
+    best = set[int]()
+    for places in among if better else ():
+        known = {place: value for place in places if (value := values[place]) is not None}
+        if len(set(known.values())) > 1:
+            first = better(known.values())
             best |= {place for place, value in known.items() if value == first}
     return frozenset(best)
