@@ -37,9 +37,10 @@ from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
-from rayapp.report import charts, comparison, folder, tables, timeline
+from rayapp.report import comparison, folder, tables, timeline
 from rayapp.report import pages as written
 from rayapp.report.chart import BUCKETS, smooth, thin
+from rayapp.report.charts import charts_of
 from rayapp.storage import Storage, StorageError, open_storage
 
 TINY = str(Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml")
@@ -590,7 +591,7 @@ def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> N
 def test_a_table_has_the_figures_of_its_curve(storage: Storage) -> None:
     run = RunFolder(storage, steps=200)
     run.train(200)
-    loss, *_ = charts.of_run(folder.read(run.run))
+    loss, *_ = charts_of([folder.read(run.run)])
     held = {line["step"]: line["eval_loss"] for line in metrics.read(run.run) if line["eval_loss"]}
     assert loss.head == ["step", "train", "held out"]
     assert {int(row[0]): float(row[2]) for row in loss.rows} == pytest.approx(held, rel=1e-4)

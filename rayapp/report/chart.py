@@ -102,22 +102,18 @@ class Chart:
     @property
     def head(self) -> list[str]:
         """Return the names of the columns of `rows`."""
-        return ["step", *(line.label for line in self._shown)]
+        return ["step", *(line.label for line in self.lines if line.role != FAINT)]
 
     @property
     def rows(self) -> list[list[str]]:
         """Return up to TABLE_ROWS points, evenly spaced, as a table; at held-out steps if any."""
-        dots = [line for line in self._shown if line.role == DOTS]
-        tables = [self.points[line.points]["step"] for line in dots or self._shown]
-        steps = sorted({int(step or 0) for table in tables for step in table})
-        return [
-            [f"{step:,}", *(self._at(line, step) for line in self._shown)]
-            for step in evenly(steps, TABLE_ROWS)
-        ]
-
-    @property
-    def _shown(self) -> list[ChartLine]:
-        return [line for line in self.lines if line.role != FAINT]
+        shown = [line for line in self.lines if line.role != FAINT]
+        dots = [line for line in shown if line.role == DOTS]
+        every = {
+            int(step or 0) for each in dots or shown for step in self.points[each.points]["step"]
+        }
+        steps = evenly(sorted(every), TABLE_ROWS)
+        return [[f"{step:,}", *(self._at(line, step) for line in shown)] for step in steps]
 
     def _at(self, line: ChartLine, step: int) -> str:
         """Return a line's value at a step, or at the last one drawn before it, as text.

@@ -1,6 +1,6 @@
 """The charts of a report: their points, lines, planned figures, and a summary in words.
 
-charts = of_run(run)           # or of_runs([one, another])
+charts = charts_of([run])      # or of several runs
 charts[0].spec()               # what page.js draws
 charts[0].rows                 # the same as a table, for those who do not see it
 """
@@ -46,42 +46,27 @@ STALLS = {
 }
 
 
-def of_run(run: ReportedRun) -> list[Chart]:
-    """Return the charts of one run that have something to draw."""
-    return _laid_out(
-        [
-            *_of_losses([run], [0]),
-            _own_loss([run]),
-            _step_time(run),
-            _throughput([run]),
-            _memory(run),
-            *_of_optimizer([run]),
-        ]
-    )
+def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Return the charts of one or several runs, overlaid, that have something to draw.
 
-
-def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Return the charts of several runs, overlaid; losses only of runs that are comparable."""
-    charts = []
-    every = groups(runs)
-    for group in every:
-        of_group = _of_losses(runs, group.places)
-        if len(every) > 1:
-            of_group = [
-                replace(
-                    chart, id=f"{chart.id}-{group.name}", title=f"{chart.title}, group {group.name}"
-                )
-                for chart in of_group
-            ]
-        charts += of_group
-    memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
-    return _laid_out([*charts, _own_loss(runs), _throughput(runs), memory, *_of_optimizer(runs)])
-
-
-def _laid_out(charts: Sequence[Chart]) -> list[Chart]:
-    """Return the charts that are not empty, wide ones first; of an odd number of others, the last
-    is wide too.
+    Losses are drawn together only of runs that are comparable.
     """
+    charts: list[Chart] = []
+    every, alone = groups(runs), len(runs) == 1
+    for group in every:
+        for chart in _of_losses(runs, group.places):
+            own = {"id": f"{chart.id}-{group.name}", "title": f"{chart.title}, group {group.name}"}
+            charts.append(replace(chart, **own) if len(every) > 1 else chart)
+    memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
+    charts += [
+        _own_loss(runs),
+        *([_step_time(runs[0])] if alone else []),
+        _throughput(runs),
+        _memory(runs[0]) if alone else memory,
+        _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
+        _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
+    ]
+    # Wide charts first; of an odd number of others, the last is wide too.
     drawn = sorted((chart for chart in charts if not chart.empty), key=lambda chart: not chart.wide)
     if sum(not chart.wide for chart in drawn) % 2:
         drawn[-1] = replace(drawn[-1], wide=True)
@@ -277,13 +262,6 @@ def _throughput(runs: Sequence[ReportedRun]) -> Chart:
     return chart
 
 
-def _of_optimizer(runs: Sequence[ReportedRun]) -> list[Chart]:
-    return [
-        _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
-        _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
-    ]
-
-
 def _memory(run: ReportedRun) -> Chart:
     marks = _planned(run, "peak_gib")
     if capacity := run.plan.get("capacity_gib"):
@@ -295,8 +273,7 @@ def _memory(run: ReportedRun) -> Chart:
         for place, (phase, name) in enumerate(PHASES.items())
     ]
     columns = {name: run.columns[name] for name in PHASES.values()}
-    every = {"0": _points(run, columns, BUCKETS // 2)}
-    axis = {TOKEN: "memory of rank 0, GiB"}
+    every, axis = {"0": _points(run, columns, BUCKETS // 2)}, {TOKEN: "memory of rank 0, GiB"}
     return Chart("memory", "Memory by phase", "GiB", axis, lines, every, summary, marks, zero=True)
 
 

@@ -48,14 +48,6 @@ WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean r
 
 
 @dataclass(frozen=True)
-class Pause:
-    """A time between two commands, when nothing ran, in Unix seconds."""
-
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
 class ReportedRun:
     """A run as its folder describes it."""
 
@@ -115,10 +107,11 @@ class ReportedRun:
         return next(starts, cast(EventFields, {}))
 
     @cached_property
-    def pauses(self) -> list[Pause]:
-        """Times between the run's commands: from one's last sign of life to the next one's start.
+    def pauses(self) -> list[tuple[float, float]]:
+        """Times between two commands, when nothing ran: (start, end) in Unix seconds.
 
-        Signs of life are events, steps, and `seen_until` of the command that follows.
+        A pause starts at a command's last sign of life: an event, a step, or `seen_until` of the
+        command that follows.
         """
         pauses = []
         every, times = commands(self.events), self.columns["time"]
@@ -127,7 +120,7 @@ class ReportedRun:
             before = times[(times >= command[0]["time"]) & (times < start)]
             seen = [event["time"] for event in command] + before[-1:].tolist()
             until = following[0].get("seen_until") or 0.0
-            pauses.append(Pause(min(max([*seen, until]), start), start))
+            pauses.append((min(max([*seen, until]), start), start))
         return pauses
 
     def active_s(self, times: Any) -> Array:
@@ -138,10 +131,9 @@ class ReportedRun:
         moments = np.asarray(times, np.float64)
         starts = [event["time"] for event in self.events[:1]]
         starts += (self.columns["time"][:1] - self.columns["step_s"][:1]).tolist()
-        idle = sum(
-            (np.clip(moments - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
-            np.zeros_like(moments),
-        )
+        idle = np.zeros_like(moments)
+        for start, end in self.pauses:
+            idle = idle + np.clip(moments - start, 0.0, end - start)
         return np.asarray(moments - idle - min(starts, default=0.0))
 
     @cached_property

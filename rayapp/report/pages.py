@@ -25,8 +25,9 @@ from rayapp.observe import task_scores, words
 from rayapp.observe.origin import redacted
 from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import METRICS, REPORT
-from rayapp.report import charts, comparison, evaluations, tables, timeline
-from rayapp.report.chart import BUCKETS, Chart
+from rayapp.report import comparison, evaluations, tables, timeline
+from rayapp.report.chart import BUCKETS
+from rayapp.report.charts import charts_of
 from rayapp.report.folder import ReportedRun, read
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -90,17 +91,18 @@ def _save(page: bytes, out: str) -> str:
 
 def run_page(run: ReportedRun) -> bytes:
     """Return the HTML page of one run."""
-    return _page("run.html", [run], charts.of_run(run))
+    return _page("run.html", [run])
 
 
 def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
     """Return the HTML page of several runs."""
-    return _page("runs.html", runs, charts.of_runs(runs))
+    return _page("runs.html", runs)
 
 
-def _page(name: str, runs: Sequence[ReportedRun], drawn: Sequence[Chart]) -> bytes:
+def _page(name: str, runs: Sequence[ReportedRun]) -> bytes:
     from rayapp.report import bokeh_document  # bokeh takes a second to import
 
+    drawn = charts_of(runs)
     sources = [bokeh_document.SCRIPT] if drawn else []
     scripts = [_text(each, "</script") for each in [*sources, *(PAGE / own for own in SCRIPTS)]]
     data = {

@@ -106,9 +106,9 @@ def moments(run: ReportedRun) -> list[Moment]:
     for one in run.account.interruptions:
         at_s = float(run.active_s(one["time"]))
         found.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
-    for pause in run.pauses:
-        idle = f"nothing ran for {words.duration(pause.end - pause.start)}"
-        found.append(Moment("pause", float(run.active_s(pause.start)), idle))
+    for start, end in run.pauses:
+        idle = f"nothing ran for {words.duration(end - start)}"
+        found.append(Moment("pause", float(run.active_s(start)), idle))
     return sorted(found, key=lambda one: one.at_s)
 
 
