@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -39,7 +40,18 @@ from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
 from rayapp.report import comparison, folder, tables, timeline
 from rayapp.report import pages as written
-from rayapp.report.chart import BUCKETS, smooth, thin
+from rayapp.report.chart import (
+    BOTTOM,
+    BUCKETS,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    smooth,
+    svg,
+    thin,
+)
 from rayapp.report.charts import charts_of
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -561,6 +573,25 @@ def test_smoothing_is_the_mean_of_the_window(values: list[float | None]) -> None
             assert np.isnan(mean)
         else:
             assert mean == pytest.approx(math.fsum(around) / len(around), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("count", "tag"), [(30, "circle"), (32, "rect"), (5_000, "rect")])
+def test_a_curve_without_a_script_tells_its_values(count: int, tag: str) -> None:
+    """Few points are dots; of many the means are a line, below it a spike stays in sight."""
+    steps, values = np.arange(1.0, count + 1), np.linspace(4.0, 2.0, count)
+    values[count // 2], values[0] = 40_000.0, np.nan
+    none = np.full(count, np.nan)
+    drawn = ET.fromstring(svg("<loss>", {"a & b": (steps, values), "none": (steps, none)}))
+    assert svg("loss", {"none": (steps, none)}) == ""
+    assert [each.text for each in drawn if each.tag == "text"][:3] == ["<loss>", "40k", "2"]
+    lines = [each.get("points", "").split() for each in drawn if each.tag == "polyline"]
+    tips = [each[0].text for each in drawn if each.tag == tag]
+    assert len(lines) == (1 if tag == "circle" else 2) and len(tips) == len(lines[-1]) <= 240
+    heights = [float(place.split(",")[1]) for place in lines[0]]
+    assert (min(heights), max(heights)) == (TOP, HEIGHT - BOTTOM)
+    if tag == "circle":
+        assert tips[0].startswith("step 2: a & b 3.9") and tips[-1] == "step 30: a & b 2"
+        assert [float(each.split(",")[0]) for each in lines[0]][::28] == [LEFT, WIDTH - RIGHT]
 
 
 def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> None:

@@ -72,7 +72,6 @@ class Chart:
     lines: list[ChartLine]
     points: dict[str, Points]
     """{ChartLine.points: {column: values}}; columns are step, tokens or images, seconds, and y."""
-    summary: str
     marks: list[Mark] = field(default_factory=list)
     zero: bool = False
     """Whether the y axis begins at 0."""

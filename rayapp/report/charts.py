@@ -1,4 +1,4 @@
-"""The charts of a report: their points, lines, planned figures, and a summary in words.
+"""The charts of a report: their points, lines and planned figures.
 
 charts = charts_of([run])      # or of several runs
 charts[0].spec()               # what page.js draws
@@ -15,7 +15,7 @@ import numpy as np
 from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.columns import Array
-from rayapp.observe.figures import label, text
+from rayapp.observe.figures import label
 from rayapp.observe.records import band_of
 from rayapp.report.chart import (
     AREA,
@@ -39,6 +39,7 @@ from rayapp.report.folder import ReportedRun
 
 LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
 PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
+TOPS = ("eval_top1", "eval_top5")
 STALLS = {
     "data wait": "data_wait_s",
     "checkpoint stall": "checkpoint_stall_s",
@@ -116,20 +117,6 @@ def _planned(run: ReportedRun, name: str) -> list[Mark]:
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 
-def _trend(run: ReportedRun, column: str, what: str, alone: bool) -> str:
-    """Say a column's first and last value, and at which steps."""
-    values = run.columns[column]
-    known = np.flatnonzero(~np.isnan(values))
-    name = "" if alone else f"{run.name}: "
-    if not len(known):
-        return f"{name}{what} {words.UNKNOWN}"
-    first, last = (
-        f"{words.number(float(values[at]))} at step {run.columns['step'][at]:,.0f}"
-        for at in (known[0], known[-1])
-    )
-    return f"{name}{what} from {first} to {last}"
-
-
 def _overlaid(
     runs: Sequence[ReportedRun],
     id: str,
@@ -155,9 +142,8 @@ def _overlaid(
             own, drawn = _smoothed(run, place, {TOKEN: column}, named, faint)
         lines += own
         every |= drawn
-    summary = "; ".join(_trend(run, column, what, alone) for run in runs)
     axis = {TOKEN: f"{what}, {unit}" if unit else what}
-    return Chart(id, title, unit, axis, lines, every, summary, zero=zero, log=log)
+    return Chart(id, title, unit, axis, lines, every, zero=zero, log=log)
 
 
 # ---- Each chart -------------------------------------------------------------------------------
@@ -173,14 +159,10 @@ def _of_losses(runs: Sequence[ReportedRun], places: Sequence[int]) -> list[Chart
     )
     charts = [_loss(runs, places)]
     if runs[0].unit is IMAGES:
-        last = [runs[at].held[-1].get("eval_top1") for at in places if runs[at].held]
-        tops = ", ".join(map(words.share, last)) or words.UNKNOWN
-        columns = {name: label(name) for name in ("eval_top1", "eval_top5")}
-        summary, axis = f"top-1 at last {tops}", "share of images, 0-1"
-        charts.append(_held(runs, places, "accuracy", "Held-out accuracy", axis, columns, summary))
+        columns, axis = {name: label(name) for name in TOPS}, "share of images, 0-1"
+        charts.append(_held(runs, places, "accuracy", "Held-out accuracy", axis, columns))
     for number, name in enumerate(own):
-        summary = f"{name} of the held-out data, a function of eval.metrics or train.loss"
-        chart = _held(runs, places, f"metric-{number}", name, name, {"value": name}, summary)
+        chart = _held(runs, places, f"metric-{number}", name, name, {"value": name})
         note = "A function of eval.metrics, or train.loss, on the held-out data."
         charts.append(replace(chart, note=note))
     return charts
@@ -193,7 +175,6 @@ def _held(
     title: str,
     axis: str,
     columns: Mapping[str, str],
-    summary: str,
 ) -> Chart:
     """Return a chart of the accuracy, or of the user's own metric, `columns` by their labels."""
     every, lines, alone, own = {}, [], len(runs) == 1, "value" in columns
@@ -205,7 +186,7 @@ def _held(
             parts = [*([] if alone else [run.name]), *([] if own else [what])]
             named, color = " ".join(parts) or "held out", number if alone else at
             lines.append(ChartLine(named, f"{at}", {TOKEN: name}, color, DOTS, number, at))
-    return Chart(id, title, "", {TOKEN: axis}, lines, every, summary, zero=not own)
+    return Chart(id, title, "", {TOKEN: axis}, lines, every, zero=not own)
 
 
 def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
@@ -224,12 +205,9 @@ def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
         if run.held:
             color = at + 1 if alone else at
             lines.append(ChartLine(f"{name}held out", f"{at}-held", held, color, DOTS, run=at))
-    summary = "; ".join(_trend(runs[at], "loss", "training loss", alone) for at in places)
-    if alone and runs[0].held:
-        summary += f"; held-out loss {text('eval_loss', runs[0].held[-1]['eval_loss'])}"
     axis = {key: f"loss, nats per {key if unit == 'token' else unit}" for key in LOSSES[unit]}
     note = _loss_note(runs[0]) if alone else ""
-    return Chart("loss", "Loss", "", axis, lines, every, summary, log=True, wide=True, note=note)
+    return Chart("loss", "Loss", "", axis, lines, every, log=True, wide=True, note=note)
 
 
 def _loss_note(run: ReportedRun) -> str:
@@ -266,15 +244,13 @@ def _memory(run: ReportedRun) -> Chart:
     marks = _planned(run, "peak_gib")
     if capacity := run.plan.get("capacity_gib"):
         marks.append(Mark("a GPU has", capacity, capacity, capacity))
-    highest = words.number(run.highest("peak_gib"))
-    summary = f"Most memory that rank 0 held in each phase of a step; {highest} GiB at most"
     lines = [
         ChartLine(phase, "0", {TOKEN: name}, place, LINE, dash=place)
         for place, (phase, name) in enumerate(PHASES.items())
     ]
     columns = {name: run.columns[name] for name in PHASES.values()}
     every, axis = {"0": _points(run, columns, BUCKETS // 2)}, {TOKEN: "memory of rank 0, GiB"}
-    return Chart("memory", "Memory by phase", "GiB", axis, lines, every, summary, marks, zero=True)
+    return Chart("memory", "Memory by phase", "GiB", axis, lines, every, marks, zero=True)
 
 
 def _step_time(run: ReportedRun) -> Chart:
@@ -288,14 +264,10 @@ def _step_time(run: ReportedRun) -> Chart:
         for place, name in enumerate(columns)
         if name == "computing" or columns[name].any()
     ]
-    total_s = float(whole.sum()) or 1.0
-    shares = [f"{name} {words.share(float(s.sum()) / total_s)}" for name, s in stalls.items()
-              if s.any()]  # fmt: skip
-    summary = f"Seconds of each step: {', '.join(shares) or 'nothing but the step itself'}"
     every, title = {"0": _points(run, columns, BUCKETS // 2)}, "Time of a step, by what took it"
     marks, axis = _planned(run, "step_s"), {TOKEN: "time of a step, s"}
     top, note = _first_steps(run, whole)
-    chart = Chart("step-time", title, "s", axis, lines, every, summary, marks, top=top, note=note)
+    chart = Chart("step-time", title, "s", axis, lines, every, marks, top=top, note=note)
     return replace(chart, zero=True, wide=True)
 
 

@@ -53,15 +53,6 @@ class RunSpan:
         return [self.text, words.duration(self.start_s), words.duration(self.end_s)]
 
 
-@dataclass(frozen=True)
-class Moment:
-    """An interruption, or a pause between two commands, at `at_s` on the same axis."""
-
-    kind: str
-    at_s: float
-    text: str
-
-
 def spans(run: ReportedRun) -> list[RunSpan]:
     """Return a run's spans in order; none without events."""
     if not run.events:
@@ -100,16 +91,17 @@ def spans(run: ReportedRun) -> list[RunSpan]:
     return found
 
 
-def moments(run: ReportedRun) -> list[Moment]:
-    """Return the interruptions and the pauses between commands, in order of time."""
+def moments(run: ReportedRun) -> list[RunSpan]:
+    """Return the interruptions and the pauses between commands, in order, as spans of no length."""
     found = []
     for one in run.account.interruptions:
         at_s = float(run.active_s(one["time"]))
-        found.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
+        found.append(RunSpan(one["kind"], at_s, at_s, f"{one['kind']} at step {one['step']:,}"))
     for start, end in run.pauses:
         idle = f"nothing ran for {words.duration(end - start)}"
-        found.append(Moment("pause", float(run.active_s(start)), idle))
-    return sorted(found, key=lambda one: one.at_s)
+        at_s = float(run.active_s(start))
+        found.append(RunSpan("pause", at_s, at_s, idle))
+    return sorted(found, key=lambda one: one.start_s)
 
 
 def _last_sign(run: ReportedRun, since: float, before: float) -> float:
