@@ -46,4 +46,4 @@ def test_terminal_list_and_report_show_a_figure_alike(tmp_path: Path) -> None:
 )
 def test_a_figure_is_a_label_and_a_text(name: str, value: float, expected: str) -> None:
     assert f"{label(name)} {text(name, value)}" == shown({name: value}, name) == expected
-    assert text(name, None) == "n/a" and shown({name: None}, name) == ""
+    assert shown({name: None}, name) == f"{label(name)} n/a"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 from rayapp.config.fields import unit_of
 from rayapp.observe import words
 from rayapp.observe.columns import Columns
-from rayapp.observe.records import figure
+from rayapp.observe.records import MetricsLine, figure
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, formed
 
@@ -65,13 +66,12 @@ def text(name: str, value: float | None) -> str:
 
 
 def shown(values: Mapping[str, object], *names: str, between: str = "  ") -> str:
-    """Return labels and texts of those of the figures `names` that are numbers, in one line.
+    """Return labels and texts of figures in one line.
 
-    >>> shown({"loss": 1.5, "mfu": None, "eval_top1": 0.9675}, "loss", "mfu", "eval_top1")
-    'loss 1.5000  top-1 96.8 %'
+    >>> shown({"loss": None, "eval_top1": 0.9675}, "loss", "eval_top1")
+    'loss n/a  top-1 96.8 %'
     """
-    known = ((name, figure(values, name)) for name in names)
-    return between.join(f"{label(n)} {text(n, value)}" for n, value in known if value is not None)
+    return between.join(f"{label(name)} {text(name, figure(values, name))}" for name in names)
 
 
 def figures(now: Progress) -> dict[str, str]:
@@ -94,7 +94,7 @@ def figures(now: Progress) -> dict[str, str]:
 
 def by_source(now: Progress) -> list[str]:
     """Return a line for each source of the last step, if there are several."""
-    line = now.line or {}
+    line: MetricsLine = now.line or cast(MetricsLine, {})
     losses, counts = line.get("loss_by_source") or {}, line.get("tokens_by_source") or {}
     whole = sum(counts.values()) or 1
     return [

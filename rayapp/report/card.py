@@ -61,26 +61,21 @@ def card(run: ReportedRun, adapter: bool) -> str:
     config = {name: dict(values) for name, values in run.config.items() if name != "cluster"}
     config.get("run", {}).pop("storage", None)
     losses = zip(run.columns["step"].tolist(), smooth(run.columns["loss"]).tolist(), strict=True)
-    page = (
-        environment()
-        .get_template("card.md")
-        .render(
-            run=run,
-            adapter=adapter,
-            kind=_kind(run),
-            made=MADE,
-            curve=CURVE,
-            front=_yaml(front_of(run, adapter)),
-            what=FOLDERS.sub("", _what(run)),
-            data=[[FOLDERS.sub("", cell) for cell in each] for each in _data(run)],
-            training=list(_training(run)),
-            losses=[
-                [f"{s:,.0f}", text("loss", loss)] for s, loss in evenly([*losses], TABLE_STEPS)
-            ],
-            results=list(_results(run)),
-            samples=[(_fence("".join(each)), *each) for each in run.result.get("samples") or ()],
-            config=FOLDERS.sub("", _yaml(config)),
-        )
+    template = environment().get_template("card.md")
+    page = template.render(
+        run=run,
+        adapter=adapter,
+        kind=_kind(run),
+        made=MADE,
+        curve=CURVE,
+        front=_yaml(front_of(run, adapter)),
+        what=FOLDERS.sub("", _what(run)),
+        data=[[FOLDERS.sub("", cell) for cell in each] for each in _data(run)],
+        training=list(_training(run)),
+        losses=[[f"{s:,.0f}", text("loss", loss)] for s, loss in evenly([*losses], TABLE_STEPS)],
+        results=list(_results(run)),
+        samples=[(_fence("".join(each)), *each) for each in run.result.get("samples") or ()],
+        config=FOLDERS.sub("", _yaml(config)),
     )
     return redacted(page) + "\n"
 

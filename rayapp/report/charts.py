@@ -56,8 +56,8 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
     every, alone = groups(runs), len(runs) == 1
     for group in every:
         for chart in _of_losses(runs, group.places):
-            own = {"id": f"{chart.id}-{group.name}", "title": f"{chart.title}, group {group.name}"}
-            charts.append(replace(chart, **own) if len(every) > 1 else chart)
+            id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
+            charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
     charts += [
         _own_loss(runs),

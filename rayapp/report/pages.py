@@ -112,25 +112,22 @@ def _page(name: str, runs: Sequence[ReportedRun]) -> bytes:
         "name": "comparison" if len(runs) > 1 else runs[0].name,
         **bokeh_document.document(drawn),
     }
-    text = (
-        environment()
-        .get_template(name)
-        .render(
-            run=runs[0],
-            runs=runs,
-            charts=drawn,
-            unit=runs[0].unit,
-            data=data,
-            style=_text(PAGE / STYLE, "</style"),
-            scripts=scripts,
-            policy=_policy(scripts),
-            thinned=_thinned(runs),
-            version=version("rayapp"),
-            bokeh=bokeh_document.VERSION,
-            written=words.moment(time.time()),
-        )
+    template = environment().get_template(name)
+    page = template.render(
+        run=runs[0],
+        runs=runs,
+        charts=drawn,
+        unit=runs[0].unit,
+        data=data,
+        style=_text(PAGE / STYLE, "</style"),
+        scripts=scripts,
+        policy=_policy(scripts),
+        thinned=_thinned(runs),
+        version=version("rayapp"),
+        bokeh=bokeh_document.VERSION,
+        written=words.moment(time.time()),
     )
-    return text.encode(errors="replace")
+    return page.encode(errors="replace")
 
 
 def _thinned(runs: Sequence[ReportedRun]) -> str:

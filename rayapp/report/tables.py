@@ -273,9 +273,9 @@ def sources(run: ReportedRun) -> list[list[str]]:
                 words.amount(part["train"]["tokens"]),
                 words.share(part["fill"]),
                 f"{sum(part['bad'].values()):,}",
-                words.amount(own and own.tokens),
-                text("loss", own and own.loss),
-                text("loss", own and own.held_out),
+                words.amount(own.tokens if own else None),
+                text("loss", own.loss if own else None),
+                text("loss", own.held_out if own else None),
             ]
         )
     return rows
