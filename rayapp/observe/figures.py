@@ -51,7 +51,7 @@ FIGURES: dict[str, tuple[str, Format]] = {
     "cost_usd": ("cost", words.dollars),
     "parameters": ("parameters", words.amount),
     "lost_steps": ("lost steps", WHOLE),
-    "hours": ("hours of the whole run", words.number),
+    "hours": ("hours", words.number),
 }
 
 

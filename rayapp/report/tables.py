@@ -21,13 +21,6 @@ from rayapp.observe.run_folder import CONFIG
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.folder import ReportedRun
 
-SOURCES_HEAD = [
-    *("path", "share of rows", "documents", "tokens", "fill", "unusable"),
-    *("trained on, tokens", "loss", "held-out loss"),
-]
-EXPERTS_HEAD = [
-    *("layer", "busiest", "its share", "over the mean", "without tokens", "share of each expert"),
-]
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -242,14 +235,12 @@ def data_facts(run: ReportedRun) -> list[Tile]:
 def classes(run: ReportedRun) -> list[TableBar]:
     """Return the accuracy of each class, the lowest first."""
     classified = run.result.get("classes")
-    every = classified["each"] if classified else []
-    shares = [(right / count if count else 0.0, name, count, right) for name, count, right in every]
-    return [
-        TableBar(
-            name, share, share, [f"{right:,} of {count:,}", words.share(share if count else None)]
-        )
-        for share, name, count, right in sorted(shares)
-    ]
+    bars = []
+    for name, count, right in classified["each"] if classified else ():
+        share = right / count if count else 0.0
+        cells = [f"{right:,} of {count:,}", words.share(share if count else None)]
+        bars.append(TableBar(name, share, share, cells))
+    return sorted(bars, key=lambda bar: (bar.share, bar.label))
 
 
 def confusions(run: ReportedRun) -> list[list[str]]:
@@ -260,7 +251,7 @@ def confusions(run: ReportedRun) -> list[list[str]]:
 
 
 def sources(run: ReportedRun) -> list[list[str]]:
-    """Return the parts of a mixture, as SOURCES_HEAD names the cells."""
+    """Return the parts of a mixture: how much there is, was trained on, and their losses."""
     mixture = run.config.get("data", {}).get("mixture") or {}
     rows = []
     for path, part in run.plan.get("data", {}).get("sources", {}).items():
@@ -282,10 +273,7 @@ def sources(run: ReportedRun) -> list[list[str]]:
 
 
 def experts(run: ReportedRun) -> list[list[str]]:
-    """Return a row for each layer of a mixture of experts, as EXPERTS_HEAD names its cells.
-
-    The tokens are counted since the workers last started.
-    """
+    """Return a row for each layer of a mixture of experts, since the workers last started."""
     return [expert_row(*each) for each in enumerate(run.result.get("experts") or ())]
 
 

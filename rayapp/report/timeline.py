@@ -148,7 +148,7 @@ def planned(run: ReportedRun) -> list[list[str]]:
         if value is not None:
             ratio = f"{value / band['value']:.2f}" if band["value"] else ""
             verdict = "below" if value < low else "above" if value > high else "within"
-        width = f"{text(name, low).split()[0]} to {text(name, high)}"
+        width = " to ".join(text(name, end).split()[0] for end in (low, high))
         rows.append([label(name), text(name, band["value"]), found, ratio, verdict, width])
     # The step time: predicted from the first ten steps, and measured after them.
     seconds = run.result.get("step_s")

@@ -1,4 +1,4 @@
-"""The report's sections of a mixture's experts and of rendered records."""
+"""The report's tables: a mixture's experts by layer, and rendered records."""
 
 from __future__ import annotations
 
