@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -648,19 +649,32 @@ def test_workers_on_gpus_look_for_the_kernels_of_the_models_layers(
             super().__init__(gpu=False)
 
     monkeypatch.setattr(surveying, "Worker", OnCpu)
-    (tmp_path / "causal_conv1d.py").write_text("def causal_conv1d_fn(x, weight, bias=None): ...\n")
+    functions = "def causal_conv1d_fn(x): ...\ndef causal_conv1d_update(x): ...\n"
+    (tmp_path / "causal_conv1d.py").write_text(functions)
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     (hybrid,) = (each for each in ARCHITECTURES if each.kind == "Qwen3Next")
     hybrid.config().save_pretrained(tmp_path / "hybrid")
+    (tmp_path / "empty").mkdir()
     found = {}
-    ray.init(address="local", num_cpus=2, num_gpus=1, _temp_dir=str(tmp_path / "ray"),
-             include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": search}})  # fmt: skip
-    try:
-        for path in (str(tmp_path / "hybrid"), "tiny", str(tmp_path)):
-            fields = {"model.path": path, "run.storage": str(tmp_path / "runs")}
-            found[path] = surveying.survey(load(None, fields, Config), PATIENCE_S)
-    finally:
-        ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory() as temporary:  # short: Ray makes sockets below it
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=1,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": search}},
+            _temp_dir=temporary,
+        )
+        try:
+            for path in (str(tmp_path / "hybrid"), "tiny", str(tmp_path / "empty")):
+                fields = {"model.path": path, "run.storage": str(tmp_path / "runs")}
+                found[path] = surveying.survey(load(None, fields, Config), PATIENCE_S)
+        finally:
+            ray.shutdown()
     first, others, unread = found.values()
     assert [rank.missing_kernels for rank in first.ranks] == [("flash-linear-attention",)]
     assert [rank.missing_kernels for rank in others.ranks] == [()] and not others.silences
