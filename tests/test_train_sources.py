@@ -175,7 +175,7 @@ def weighed(
 
 
 def reward_alone(logits: torch.Tensor, labels: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
-    return reward + 0.0 * logits.sum(-1)
+    return reward + 1e-7 * logits.sum(-1)
 
 
 def of_record(number: int) -> dict[str, float]:
@@ -243,7 +243,7 @@ def test_the_numbers_of_records_are_not_rounded_to_bfloat16(
                 step_rows(spec.data.rows("train"), spec.order, step, 0, 1)
             )
         )
-        assert line["own_loss"] == pytest.approx(wanted / line["tokens"], rel=1e-6)
+        assert line["own_loss"] == pytest.approx(wanted / line["tokens"], rel=1e-5)
 
 
 def whole(losses: dict[str, float | None], counts: dict[str, int]) -> float:

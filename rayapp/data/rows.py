@@ -254,17 +254,27 @@ def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
     positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
-    records = rows.read(ids.ravel())
-    shape = ids.shape
+    return _batch(rows, step, ids, np.where(ids == EMPTY, EMPTY, positions), order.source_ends)
+
+
+def _batch(
+    rows: TokenRows,
+    step: int,
+    ids: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    source_ends: tuple[int, ...],
+) -> StepRows:
+    """Read a batch of rows; shapes: ids and positions int64 [m, b]."""
+    records, shape = rows.read(ids.ravel()), ids.shape
     return StepRows(
         step,
         records["input_ids"].reshape(*shape, -1),
         records["labels"].reshape(*shape, -1),
         records["segments"].reshape(*shape, -1),
         records["target_bytes"].astype(np.int64).reshape(shape),
-        np.where(ids == EMPTY, EMPTY, positions),
+        positions,
         ids,
-        order.source_ends,
+        source_ends,
         values=records["values"].reshape(*shape, rows.columns, -1) if rows.columns else None,
     )
 
@@ -288,15 +298,4 @@ def sequential_batches(
     for first in range(0, count, world):
         ids = (first + rank) * micro_batch + np.arange(micro_batch)
         ids = np.where(ids < len(rows), ids, EMPTY)
-        records = rows.read(ids)
-        yield StepRows(
-            first // world,
-            records["input_ids"][None],
-            records["labels"][None],
-            records["segments"][None],
-            records["target_bytes"].astype(np.int64)[None],
-            ids[None],
-            ids[None],
-            source_ends,
-            values=records["values"][None] if rows.columns else None,
-        )
+        yield _batch(rows, first // world, ids[None], ids[None], source_ends)

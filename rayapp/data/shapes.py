@@ -246,10 +246,10 @@ def number_in(row: Any, name: str) -> float:
             f"has no column {name!r}, which a parameter of train.loss names (it {has})"
         )
     try:
-        number = float(row[name])
+        number = np.nan if isinstance(row[name], bool) else float(row[name])
     except (TypeError, ValueError, OverflowError):
         number = np.nan
-    if isinstance(row[name], bool) or not abs(number) <= LARGEST:
+    if not abs(number) <= LARGEST:
         raise ShapeError(f"has a {name!r} that is not a finite number, which train.loss needs")
     return number
 

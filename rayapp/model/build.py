@@ -44,8 +44,8 @@ class Loss(Protocol):
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
-        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. Where the rows have
-        `values`, the loss takes these too.
+        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. A loss for rows
+        with `values` takes these too.
         """
 
 

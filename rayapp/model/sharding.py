@@ -103,13 +103,9 @@ def shard(
         )
     for part in beside_text(model.hf):  # it never runs, so that it is never gathered
         fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    # The numbers of records, which go to the loss, are not rounded to the parameters' dtype.
+    root = replace(precision, cast_forward_inputs=False)  # the numbers of records stay float32
     fully_shard(
-        model,
-        mesh=mesh,
-        reshard_after_forward=False,
-        mp_policy=replace(precision, cast_forward_inputs=False),
-        offload_policy=offload,
+        model, mesh=mesh, reshard_after_forward=False, mp_policy=root, offload_policy=offload
     )
     model.offloaded = cpu_offload
     model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []

@@ -30,8 +30,7 @@ HIDDEN = "hidden"  # the name of the parameter that is given the hidden states
 # In the errors of a function that needs what a driver lacks: a GPU, or the group of the workers.
 OF_WORKERS = re.compile("cuda|nvidia|triton|process group", re.IGNORECASE)
 
-Columns: TypeAlias = Mapping[str, torch.Tensor]
-"""A number for each token by the name of a column, float32."""
+Columns: TypeAlias = Mapping[str, torch.Tensor]  # by name: a number for each token, float32
 NO_COLUMNS: Columns = {}
 
 logger = logging.getLogger("rayapp.training")
@@ -92,8 +91,7 @@ def problem_of(
     logits = torch.randn(TRIED_TOKENS, vocabulary, generator=generator, requires_grad=trained)
     hidden = torch.randn(TRIED_TOKENS, width, generator=generator, requires_grad=trained)
     labels = torch.randint(vocabulary, (TRIED_TOKENS,), generator=generator)
-    names = columns_of(function)
-    columns = {name: torch.rand(TRIED_TOKENS, generator=generator) for name in names}
+    columns = dict.fromkeys(columns_of(function), torch.ones(TRIED_TOKENS))
     try:
         values = _of_tokens(what, function, logits.clone(), labels, hidden, columns)
         if trained and not values.requires_grad:
