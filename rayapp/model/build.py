@@ -44,7 +44,8 @@ class Loss(Protocol):
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
-        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label.
+        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. A loss for rows
+        with `values` takes these too.
         """
 
 
@@ -117,6 +118,7 @@ class LanguageModel(Wrapper):
         longest: int | None = None,
         present: Tensor | None = None,
         of_source: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -127,7 +129,8 @@ class LanguageModel(Wrapper):
         with the rows laid end to end, `longest` is the longest document in tokens; kernels without
         a mask need both with position_ids. The router's loss is of the tokens that are `present`
         (bool [B, S]), None for all. With `of_source` (bool [sources, B]: whether a row is of a
-        source), the cross-entropy of each source follows, fp64 [sources].
+        source), the cross-entropy of each source follows, fp64 [sources]. `values` (float32
+        [columns, B, S]) are handed to the loss.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
@@ -151,7 +154,7 @@ class LanguageModel(Wrapper):
         counted = self.training and torch.is_grad_enabled()
         if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
-        objective, loss, router_logits = self._run(inputs, labels, each)
+        objective, loss, router_logits = self._run(inputs, labels, each, values)
         if counted and self.shows_objective:
             self._sums.setdefault("own_loss", []).append(objective.detach())
         self.routing.counting = False  # recomputation in the backward pass does not count
@@ -165,10 +168,11 @@ class LanguageModel(Wrapper):
         return objective, loss, of_source.double() @ each.double().view(num_rows, -1).sum(1)
 
     def _run(
-        self, inputs: dict[str, Any], labels: Tensor, each: Tensor | None
+        self, inputs: dict[str, Any], labels: Tensor, each: Tensor | None, values: Tensor | None
     ) -> tuple[Tensor, Tensor, Any]:
         """Return objective, cross-entropy and router logits."""
         more = {} if each is None else {"each": each}
+        more |= {} if values is None else {"values": values}
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
             head = cast(Any, self.hf.get_output_embeddings())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar, cast
@@ -102,8 +103,9 @@ def shard(
         )
     for part in beside_text(model.hf):  # it never runs, so that it is never gathered
         fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    root = replace(precision, cast_forward_inputs=False)  # the numbers of records stay float32
     fully_shard(
-        model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
+        model, mesh=mesh, reshard_after_forward=False, mp_policy=root, offload_policy=offload
     )
     model.offloaded = cpu_offload
     model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
