@@ -71,6 +71,8 @@ class Wrapper(nn.Module):
     """Sharded parameters are offloaded to host memory."""
     freed: list[Any]
     """The blocks whose gathered parameters are freed after a forward."""
+    replicated: list[Any]
+    """The FSDP modules of a model that other ranks hold too."""
 
 
 class LanguageModel(Wrapper):
