@@ -402,6 +402,10 @@ def test_bounds_are_given_where_a_row_holds_documents() -> None:
     assert set(batch.inputs(0, slice(1, 2))) == {*whole} - {"present"}
     empty = StepRows(0, tokens, tokens, segments * 0, places, places, places)
     assert set(empty.inputs(0)) == {"input_ids", "labels"}  # a router has no token to balance
+    labels = np.array([[[IGNORE, 5, 5, IGNORE], [7, 7, 7, 7]]], np.int32)
+    some = StepRows(0, tokens, labels, segments, places, places, places)
+    assert some.inputs(0)["trained"].tolist() == [1, 2, 4, 5, 6, 7]  # type: ignore[union-attr]
+    assert "trained" not in some.inputs(0, slice(1, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])

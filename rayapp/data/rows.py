@@ -29,6 +29,7 @@ READERS = 16  # concurrent ranged GETs
 GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
 RANGE_BYTES = 8 * 2**20
 PLACED = ".placed.rows"  # the end of the names of shards
+MOST_TRAINED = 0.9  # share of labels above which choosing them costs more than it saves
 CHECKSUM = np.dtype("<u8")
 
 
@@ -120,7 +121,8 @@ class StepRows:
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
-        source, bool [sources, b], if there are several; `values` are float32 [columns, b, S].
+        source, bool [sources, b], if there are several; `trained` are the places of the labels that
+        bear loss, int64 [labels], unless nearly all do; `values` are float32 [columns, b, S].
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -134,6 +136,9 @@ class StepRows:
         present = segments != 0
         if present.any() and not present.all():
             found["present"] = present
+        trained = self.labels[i][rows] != IGNORE
+        if trained.mean() <= MOST_TRAINED:
+            found["trained"] = np.flatnonzero(trained)
         if self.source_ends:
             found["of_source"] = self.of_source()[:, i][:, rows]
         if self.values is not None:

@@ -109,10 +109,21 @@ def shard(
     )
     model.offloaded = cpu_offload
     model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
+    replicated = mesh.ndim == 2 and mesh.size(0) > 1
+    model.replicated = [m for m in model.modules() if replicated and isinstance(m, FSDPModule)]
     _prefetch(cast(list[FSDPModule], blocks))
     if mesh.size() > 1:
         _sum_gradients(model)
     return model
+
+
+def sum_over_replicas(model: Wrapper, last: bool) -> None:
+    """Have replicas add up their gradients, and sum them over one another in the `last` backward.
+
+    Call it before each micro-batch of a step.
+    """
+    for module in model.replicated:
+        module.set_requires_all_reduce(last, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:
