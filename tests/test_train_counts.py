@@ -1,4 +1,4 @@
-"""Counts of a training step: a change that adds a collective, a kernel or a read of the device fails."""
+"""Counts of a training step: one more collective, kernel or read of the device fails a test."""
 
 from __future__ import annotations
 

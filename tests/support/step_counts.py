@@ -1,7 +1,7 @@
 """Count what one training step does: collectives, bytes, host reads and kernels, by phase.
 
-A small Llama takes steps on CPU tensors under a fake process group of any size. Counts of operations
-do not depend on widths.
+A small Llama takes steps on CPU tensors under a fake process group of any size. Counts do not
+depend on widths.
 """
 
 from __future__ import annotations
@@ -38,9 +38,38 @@ COLLECTIVES = {
 }
 # Operations that start no kernel on a device.
 FREE = set(
-    "view _unsafe_view t transpose permute slice select as_strided expand unsqueeze squeeze detach "
-    "alias split split_with_sizes unbind reshape empty empty_like empty_strided new_empty lift_fresh "
-    "_local_scalar_dense chunk narrow resize_ set_ unflatten view_as record_stream".split()
+    [
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "permute",
+        "slice",
+        "select",
+        "as_strided",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "reshape",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "lift_fresh",
+        "_local_scalar_dense",
+        "chunk",
+        "narrow",
+        "resize_",
+        "set_",
+        "unflatten",
+        "view_as",
+        "record_stream",
+    ]
 )
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu", "nonzero")
 
