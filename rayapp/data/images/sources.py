@@ -33,7 +33,6 @@ UNLABELLED = "without a label"
 MAX_BYTES = 2**29  # of an image's file, which is held in memory
 TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
 MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
