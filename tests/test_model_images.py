@@ -28,7 +28,7 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 from rayapp.storage import open_storage
 
 CHANNELS = 5

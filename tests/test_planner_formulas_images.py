@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rayapp.planner.image_memory import ImageLayout, image_peak, kept_image_bytes
 from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.shape import UnknownShape
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 
 # An odd size, and what no preset has.
 ODD: dict[str, tuple[dict[str, Any], int]] = {

@@ -21,7 +21,7 @@ from rayapp.planner.answer import IMAGES_SPEED_BAND
 from rayapp.planner.image_memory import kept_image_bytes
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Machine, Workload
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 
 ROOT = Path(__file__).parent.parent
 RESNET = str(ROOT / "configs" / "resnet50_imagenet.yaml")

@@ -35,7 +35,7 @@ from rayapp.model.init import draw_weights, fill, init_weights, local_part, loca
 from rayapp.model.sharding import device_mesh, shard
 from rayapp.model.source import ModelSource, resolve
 from rayapp.model.weights import load_weights, misfits_of
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 from rayapp.storage import Storage
 
 DERIVED = ("out_features", "out_indices", "stage_names")  # fields that follow from others

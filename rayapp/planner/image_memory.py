@@ -7,12 +7,18 @@ The peak is at the end of the forward pass, when everything that the backward pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rayapp.config import VisionConfig
 from rayapp.config.language import Precision
 from rayapp.config.vision import ImageOptimizer, ImageStrategy
-from rayapp.planner.image_shape import ImageShape
+from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.memory import FP32, Peak
+from rayapp.planner.shape import UnknownShape
+from rayapp.planner.trained import read_config_json
+from rayapp.presets import IMAGE_PRESETS
 
 # fp32 numbers that the optimizer keeps per parameter.
 STATES: dict[ImageOptimizer, int] = {"sgd": 1, "lars": 1, "adamw": 2}
@@ -71,6 +77,43 @@ class ImageLayout:
     def model_flops(self, context: float) -> float:
         """Return the model FLOPs per training image; `context` is unused."""
         return self.shape.model_flops
+
+
+def image_layout(
+    config: VisionConfig,
+    model: Mapping[str, Any] | None,
+    precision: Precision,
+    problems: list[str],
+) -> ImageLayout | None:
+    """Return the layout on one worker; None, with a new problem, if the model is not known.
+
+    `model` is its config.json, overrides included, if the caller has it.
+    """
+    path, train = config.model.path, config.train
+    preset = IMAGE_PRESETS.get(path)
+    if model is None and preset is not None:
+        model = {"model_type": preset.model_type, **preset.fields, **config.model.overrides}
+    elif model is None:
+        values = read_config_json(path, IMAGE_PRESETS, problems)
+        if values is None:
+            return None
+        model = {**values, **config.model.overrides}
+    try:
+        shape = image_shape_of(model, config.data.size)
+    except UnknownShape as error:
+        problems.append(f"model.path={path} is not known: {error}")
+        return None
+    return ImageLayout(
+        shape=shape,
+        shards=1,
+        micro_batch=train.micro_batch,
+        strategy=config.parallel.strategy,
+        precision=precision,
+        optimizer=train.optimizer,
+        compiled=train.compile,
+        averaged=train.ema > 0,
+        synchronized=config.parallel.sync_batch_norm,
+    )
 
 
 def kept_image_bytes(layout: ImageLayout) -> float:

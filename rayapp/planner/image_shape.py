@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,15 @@ from typing import Any
 from rayapp.planner.shape import UnknownShape
 
 CLASSES = 1000  # ImageNet's, where a config.json names none
+# Fields of an EfficientNet's config.json with a value for each stage, and transformers' defaults.
+STAGES = {
+    "in_channels": (32, 16, 24, 40, 80, 112, 192),
+    "out_channels": (16, 24, 40, 80, 112, 192, 320),
+    "strides": (1, 2, 2, 2, 1, 2, 1),
+    "kernel_sizes": (3, 3, 5, 3, 5, 5, 3),
+    "expand_ratios": (1, 6, 6, 6, 6, 6, 6),
+    "num_block_repeats": (1, 2, 2, 3, 3, 4, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -186,9 +195,14 @@ class _Stack:
         self.kept.norms += layer.written if layer.norm else 0
         self.moved.kernels += 1 + layer.norm + layer.activation
         if layer.activation:
-            self.moved.forward += 2 * layer.written
-            self.moved.backward += 3 * layer.written
+            self.move(2 * layer.written, 3 * layer.written)
         return layer
+
+    def move(self, forward: int, backward: int, kernels: int = 0) -> None:
+        """Count the elements that elementwise kernels read and write, and launches of kernels."""
+        self.moved.forward += forward
+        self.moved.backward += backward
+        self.moved.kernels += kernels
 
 
 def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
@@ -206,8 +220,8 @@ def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     pooled = width * stack.side**2
     kept.indices += pooled
     kept.values += pooled
-    stack.moved.forward += stem.written + 5 * pooled  # indices count as four bf16 numbers
-    stack.moved.backward += stem.written + 5 * pooled
+    moved = stem.written + 5 * pooled  # indices count as four bf16 numbers
+    stack.move(moved, moved)
     for stage, (outputs, depth) in enumerate(zip(widths, depths, strict=True)):
         for number in range(depth):
             down = 2 if number == 0 and (stage or config.get("downsample_in_first_stage")) else 1
@@ -234,9 +248,8 @@ def _residual(
         stack.kept.values += stack.add(inputs, outputs, 3, stride).written
         last = stack.add(outputs, outputs, 3)
     stack.kept.values += last.written
-    stack.moved.forward += 3 * last.written  # the residual sum, in place; ReLU is counted in `add`
-    stack.moved.backward += 3 * last.written
-    stack.moved.kernels += 1
+    # The residual sum, in place; ReLU is counted in `add`.
+    stack.move(3 * last.written, 3 * last.written, kernels=1)
 
 
 def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
@@ -260,85 +273,65 @@ def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     squeeze = float(config.get("squeeze_expansion_ratio") or 0.25)
     square = tuple(config.get("depthwise_padding") or ())
     number = 0
-    for stage in _stages(config):
-        inputs, outputs, stride = width(stage["inputs"]), width(stage["outputs"]), stage["stride"]
-        for repeat in range(math.ceil(deeper * stage["repeats"])):
-            even = number in square  # padded by the same amount on both sides
+    stages = zip(*(config.get(name) or usual for name, usual in STAGES.items()), strict=True)
+    for before, after, stride, kernel, expand, repeats in (map(int, stage) for stage in stages):
+        inputs, outputs = width(before), width(after)
+        for repeat in range(math.ceil(deeper * repeats)):
             shortcut = stride == 1 and repeat > 0
             drops = shortcut and number > 0 and float(config.get("drop_connect_rate", 0.2)) > 0
-            extra = 0 if not even else 1
-            if same:
-                extra = stack.side % 2
-            _mobile(stack, inputs, outputs, stage, stride, squeeze, shortcut, drops, extra)
+            extra = stack.side % 2 if same else int(number in square)
+            narrow = max(1, int(inputs * squeeze))
+            sizes = (inputs, inputs * expand, narrow, outputs)
+            _mobile(stack, sizes, kernel, stride, shortcut, drops, extra)
             inputs, stride, number = outputs, 1, number + 1
     stack.kept.values += inputs * stack.side**2
     last = stack.add(inputs, top)
     stack.kept.values += 2 * last.written
-    stack.moved.forward += last.written
-    stack.moved.backward += last.written
+    stack.move(last.written, last.written)
     return top
-
-
-def _stages(config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    keys = ("inputs", "outputs", "stride", "kernel", "expand", "repeats")
-    names = ["in_channels", "out_channels", "strides", "kernel_sizes", "expand_ratios"]
-    names.append("num_block_repeats")
-    usual = (
-        (32, 16, 24, 40, 80, 112, 192),
-        (16, 24, 40, 80, 112, 192, 320),
-        (1, 2, 2, 2, 1, 2, 1),
-        (3, 3, 5, 3, 5, 5, 3),
-        (1, 6, 6, 6, 6, 6, 6),
-        (1, 2, 2, 3, 3, 4, 1),
-    )
-    lists = [config.get(name) or default for name, default in zip(names, usual, strict=True)]
-    for values in zip(*lists, strict=True):
-        yield dict(zip(keys, map(int, values), strict=True))
 
 
 def _mobile(
     stack: _Stack,
-    inputs: int,
-    outputs: int,
-    stage: Mapping[str, int],
+    sizes: tuple[int, int, int, int],
+    kernel: int,
     stride: int,
-    squeeze: float,
     shortcut: bool,
     drops: bool,
     extra: int,
 ) -> None:
-    """Append a block: expansion, depthwise convolution, squeeze-and-excitation, projection."""
-    kept, moved, kernel = stack.kept, stack.moved, stage["kernel"]
-    inner = inputs * stage["expand"]
-    if stage["expand"] != 1:
+    """Append a block: expansion, depthwise convolution, squeeze-and-excitation, projection.
+
+    `sizes` are the channels of the input, inside, of the squeezed and of the output. `extra` pixels
+    are padded beside those of an odd side.
+    """
+    kept = stack.kept
+    inputs, inner, narrow, outputs = sizes
+    if inner != inputs:
         kept.values += inputs * stack.side**2
         kept.values += stack.add(inputs, inner).written  # SiLU's input
     padded = stack.side
     if stride == 2:  # a zero-padded copy
         padded += 2 * (kernel // 2) - 1 + extra
-        moved.forward += 2 * inner * padded**2
-        moved.backward += 2 * inner * padded**2
-        moved.kernels += 1
+        stack.move(2 * inner * padded**2, 2 * inner * padded**2, kernels=1)
     kept.values += inner * padded**2
     depthwise = stack.add(
         inner, inner, kernel, stride, side_in=padded if stride == 2 else None, groups=inner
     )
     kept.values += 2 * depthwise.written  # SiLU's input; its output, which the gate multiplies
-    side, narrow = stack.side, max(1, int(inputs * squeeze))
-    stack.side = 1
+    side, stack.side = stack.side, 1
     stack.add(inner, narrow, bias=True, norm=False)
     stack.add(narrow, inner, bias=True, norm=False)
     kept.values += 2 * narrow + 3 * inner
     stack.side = side
-    moved.forward += 3 * depthwise.written  # the mean reads; the gate reads and writes
-    moved.backward += 10 * depthwise.written  # gradients of both factors, of the mean, their sum
-    moved.kernels += 4
+    # Forward the mean reads, the gate reads and writes; backward there are the gradients of both
+    # factors and of the mean, and their sum.
+    stack.move(3 * depthwise.written, 10 * depthwise.written, kernels=4)
     kept.values += depthwise.written
     last = stack.add(inner, outputs, activation=False)
     if shortcut:
-        moved.forward += (3 + 3 * drops) * last.written
-        moved.backward += (3 + 3 * drops) * last.written
-        moved.kernels += 1 + drops
+        moved = (3 + 3 * drops) * last.written
+        stack.move(moved, moved, kernels=1 + drops)
         kept.masks += last.written if drops else 0
 
 

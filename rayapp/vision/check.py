@@ -16,7 +16,7 @@ from rayapp.model.classifier import classifier_problems, shape_of_classifier
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.image_shape import image_shape_of
 from rayapp.planner.shape import UnknownShape
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 from rayapp.storage import StorageError, open_storage
 
 
@@ -104,7 +104,7 @@ def forecast(
 ) -> planner.Answer | None:
     """Plan a run from the shape of its model (a transformers config).
 
-    `classes` is the number of classes in the data, if known; for `known` see `planner.ask_images`.
+    `classes` is the number of classes in the data, if known; for `known` see `planner.ask`.
     Returns None if the planner has no formula for the architecture.
 
     Raises:
