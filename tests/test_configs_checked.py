@@ -19,7 +19,7 @@ from rayapp.finetune import check as language
 from rayapp.model import gguf
 from rayapp.presets import PRESETS
 from rayapp.storage import open_storage
-from rayapp.vision import check as vision
+from rayapp.vision import classifier_run as vision
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))

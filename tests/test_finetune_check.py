@@ -21,9 +21,9 @@ from rayapp.config import ConfigError, from_dict
 from rayapp.config.code import digest_of
 from rayapp.data.tokens import byte_tokenizer, save_tokenizer
 from rayapp.finetune import check, finetune
-from rayapp.finetune.check import forecast
 from rayapp.planner import size_problem
 from rayapp.storage import open_storage
+from rayapp.train.planning import forecast
 
 
 def config(**cluster: Any) -> Any:

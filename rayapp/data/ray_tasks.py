@@ -6,7 +6,7 @@ for task in run_tasks(recipes, url, tasks, concurrency): ...     # as they end
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -57,10 +57,6 @@ def run_tasks(
     Raises:
         SourceError: of a task, or it ended every process that ran it.
     """
-    if not tasks:
-        return
-    import ray.data
-
     # With the folder of its rows, whose name is made from the files too.
     light = [(_without_files(recipe), recipe.fingerprint) for recipe in recipes]
 
@@ -76,21 +72,35 @@ def run_tasks(
         return {"number": row["number"], "problem": ""}
 
     items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items))
     where, cpus = _on_data_nodes()
     if num_cpus == 0 and cpus:
         concurrency = min(concurrency or cpus, cpus)
     elif num_cpus == 0:
         where = on_workers_nodes()
-    mapped = dataset.map(work, concurrency=concurrency, num_cpus=num_cpus, **where)
-    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
-    mapped.context.execution_no_progress_timeout_s = -1
-    for row in mapped.iter_rows():
+    for row in run_each(work, items, concurrency, num_cpus=num_cpus, **where):
         task = tasks[row["number"]]
         if row["problem"]:
             lost = _lost(recipes[task.source], task.origin, task.unit)
             raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
         yield task
+
+
+def run_each(
+    work: Callable[[dict[str, Any]], dict[str, Any]],
+    items: Sequence[dict[str, Any]],
+    concurrency: int | None,
+    **options: Any,
+) -> Iterator[dict[str, Any]]:
+    """Run `work` on each item in a task of Ray Data; yield what it returns, as the tasks end."""
+    if not items:
+        return
+    import ray.data
+
+    dataset = ray.data.from_items(list(items), override_num_blocks=len(items))
+    mapped = dataset.map(work, concurrency=concurrency, **options)
+    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
+    mapped.context.execution_no_progress_timeout_s = -1
+    yield from mapped.iter_rows()
 
 
 def on_workers_nodes() -> dict[str, Any]:

@@ -160,7 +160,8 @@ def ask(
         # Documents' lengths are unknown here; those of packed rows are shorter than the row.
         context = mean_context([config.data.seq_len])
     if problems or layout is None:
-        raise ConfigError(problems)
+        unknown = layout is None and len(problems) == 1
+        raise (UnknownModel if unknown else ConfigError)(problems)
     rows = config.rows_per_step
     micro_batches = per_worker(rows, layout.micro_batch, workers)
     no_gpu = instance.gpu is None if instance is not None else on_cpu
@@ -226,16 +227,10 @@ def _language_layout(
     count: Callable[[Mapping[str, Any], tuple[str, ...]], Frozen] | None,
     problems: list[str],
 ) -> Layout | None:
-    """Return the layout on one worker; None, with a new problem, if the shape is not known.
-
-    Raises:
-        UnknownModel: that is the only problem.
-    """
+    """Return the layout on one worker; None, with a new problem, if the shape is not known."""
     values = _model_values(config, model, problems)
     shape = None if values is None else _shape(config, values, precision, read, problems)
     if values is None or shape is None:
-        if values and len(problems) == 1:
-            raise UnknownModel(problems)
         return None
     train, parallel, lora = config.train, config.parallel, config.model.lora
     layout = Layout(

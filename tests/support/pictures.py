@@ -10,16 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayapp.data.images import ImageRecipe, Images, find, prepare, shapes
-from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT, VERSION
-from rayapp.data.images.indexing import index_unit
-from rayapp.data.images.sources import units
+from rayapp.data.images import drawn_shapes
+from rayapp.data.images.image_sources import find, units
+from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT, VERSION, ImageRecipe, Images
+from rayapp.data.images.indexing import index_unit, prepare
 from rayapp.storage import Storage, open_storage
 
 
 def drawn(classes: int, each: int) -> list[tuple[str, bytes]]:
     """Return (class/file, bytes) of some of the set that rayapp draws itself."""
-    return [shapes.one(name, n) for name in shapes.CLASSES[:classes] for n in range(each)]
+    return [
+        drawn_shapes.one(name, n) for name in drawn_shapes.CLASSES[:classes] for n in range(each)
+    ]
 
 
 def as_folder(root: Path, images: list[tuple[str, bytes]]) -> Path:

@@ -15,12 +15,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from rayapp.data.images import sources
+from rayapp.data.images import image_sources
 from rayapp.data.images.index import (
     EVAL_ROOT,
     MANIFEST,
@@ -38,10 +39,11 @@ from rayapp.data.images.index import (
     unpacked,
 )
 from rayapp.data.prepared import MAX_EXAMPLES
+from rayapp.data.ray_tasks import run_each
 from rayapp.data.sources import SourceError
 from rayapp.storage import Storage, open_storage
 
-Job = tuple[int, tuple[sources.ImageFile, ...]]  # root, files
+Job = tuple[int, tuple[image_sources.ImageFile, ...]]  # root, files
 Progress = Callable[[int, int], None]
 
 
@@ -63,9 +65,9 @@ def prepare(
     index = load(storage)
     if index is not None:
         return index
-    jobs: list[Job] = [(TRAIN_ROOT, unit) for unit in sources.units(recipe.source)]
+    jobs: list[Job] = [(TRAIN_ROOT, unit) for unit in image_sources.units(recipe.source)]
     if recipe.eval_source is not None:
-        jobs += [(EVAL_ROOT, unit) for unit in sources.units(recipe.eval_source)]
+        jobs += [(EVAL_ROOT, unit) for unit in image_sources.units(recipe.eval_source)]
     sizes = [sum(file.size for file in files) for _, files in jobs]
     missing = [n for n in range(len(jobs)) if not storage.exists(_summary_name(n))]
     finished = sum(sizes) - sum(sizes[n] for n in missing)
@@ -83,6 +85,9 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
     """Read and decode the files of one unit, and write its part of the index.
 
     Memory: one file, and of Parquet all images of the unit.
+
+    Raises:
+        SourceError: a container cannot be read, or memory is full.
     """
     origin, files = job
     storage = open_storage(url)
@@ -92,44 +97,38 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
     names: dict[str, int] = {}
     labels: dict[str, int] = {}
     copies: list[bytes] = []
-    copied = 0
+    copied = records = 0
     bad: Counter[str] = Counter()
     examples: list[tuple[str, str]] = []
-    records = 0
-    try:
-        for image in sources.read(source.root, source.format, files):
-            records += 1
-            try:
-                problem = sources.problem_of(image)
-            except MemoryError as error:
-                raise SourceError(
-                    f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
-                    "data.workers, or take a machine with more"
-                ) from error
-            if problem is not None:
-                bad[problem] += 1
-                if len(examples) < MAX_EXAMPLES:
-                    examples.append((image.name, problem))
-                continue
-            root, file, offset = origin, image.file, image.offset
-            if offset < 0:  # of Parquet
-                root, file, offset = OWN_ROOT, _copies_name(number), copied
-                copies.append(image.data)
-                copied += len(image.data)
-            held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
-            name = names.setdefault(file, len(names))
-            label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
-            size, digest = len(image.data), digest_of(image.data)
-            rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
-    except SourceError as error:
-        storage.write(_summary_name(number), json.dumps({"error": str(error)}).encode())
-        return
+    for image in image_sources.read(source.root, source.format, files):
+        records += 1
+        try:
+            problem = image_sources.problem_of(image)
+        except MemoryError as error:
+            raise SourceError(
+                f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
+                "data.workers, or take a machine with more"
+            ) from error
+        if problem is not None:
+            bad[problem] += 1
+            examples.append((image.name, problem))
+            continue
+        root, file, offset, size = origin, image.file, image.offset, len(image.data)
+        if offset < 0:  # of Parquet
+            root, file, offset = OWN_ROOT, _copies_name(number), copied
+            copies.append(image.data)
+            copied += size
+        held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
+        name = names.setdefault(file, len(names))
+        label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
+        digest = digest_of(image.data)
+        rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
     if copies:
         storage.write(_copies_name(number), b"".join(copies))
     for split in SPLITS:
         part = packed(np.array(rows[split], RECORD), list(names), list(labels))
-        storage.write(f"{split}-{number:05d}.npz", part)
-    summary = {"records": records, "bad": dict(bad), "examples": examples}
+        storage.write(_part_name(split, number), part)
+    summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
     storage.write(_summary_name(number), json.dumps(summary).encode())
 
 
@@ -153,42 +152,35 @@ def _run_units(
     recipe: ImageRecipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
 ) -> Iterator[int]:
     """Run the missing units as Ray Data tasks and yield their numbers as they end."""
-    if not missing:
-        return
-    import ray.data
 
-    def bare(source: sources.ImageSource | None) -> Any:
+    def bare(source: image_sources.ImageSource | None) -> Any:
         """Drop the list of files, which may be long: a unit names its own."""
-        return source and sources.ImageSource(source.root, source.format, ())
+        return source and replace(source, files=())
 
-    light = ImageRecipe(bare(recipe.source), bare(recipe.eval_source), recipe.eval_fraction)
+    light = replace(recipe, source=bare(recipe.source), eval_source=bare(recipe.eval_source))
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
-        index_unit(light, url, int(row["number"]), pickle.loads(row["job"]))
-        return {"number": row["number"]}
+        try:
+            index_unit(light, url, int(row["number"]), pickle.loads(row["job"]))
+        except SourceError as error:  # Ray Data would wrap it
+            return {"number": row["number"], "problem": str(error)}
+        return {"number": row["number"], "problem": ""}
 
     items = [{"number": number, "job": pickle.dumps(jobs[number])} for number in missing]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    mapped = dataset.map(work, concurrency=concurrency)
-    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
-    mapped.context.execution_no_progress_timeout_s = -1
-    for row in mapped.iter_rows():
+    for row in run_each(work, items, concurrency):
+        if row["problem"]:
+            raise SourceError(row["problem"])
         yield int(row["number"])
 
 
 def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
     """Join the parts of all units, in their order, and write the manifest."""
     with ThreadPoolExecutor(READERS) as pool:
-        texts = list(pool.map(lambda n: storage.read(_summary_name(n)), range(count)))
+        texts = pool.map(storage.read, map(_summary_name, range(count)))
         summaries = [json.loads(text) for text in texts]
-        failed = [(n, each["error"]) for n, each in enumerate(summaries) if "error" in each]
-        if failed:
-            for number, _ in failed:  # so that the next command reads the unit again
-                storage.delete(_summary_name(number))
-            raise SourceError(failed[0][1])
         parts = {}
         for split in SPLITS:
-            files = [f"{split}-{number:05d}.npz" for number in range(count)]
+            files = [_part_name(split, number) for number in range(count)]
             parts[split] = [unpacked(data) for data in pool.map(storage.read, files)]
     classes = class_names(
         {labels[i] for records, _, labels in parts["train"] for i in set(records["label"].tolist())}
@@ -199,9 +191,7 @@ def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
         storage.write(f"{split}.records", merged[split].tobytes())
         storage.write(f"{split}.names", names)
     train = merged["train"]
-    bad: Counter[str] = Counter()
-    for each in summaries:
-        bad.update(each["bad"])
+    bad = sum((Counter(each["bad"]) for each in summaries), Counter[str]())
     examples = [example for each in summaries for example in each["examples"]][:MAX_EXAMPLES]
     source, held = recipe.source, recipe.eval_source
     manifest = {
@@ -229,7 +219,7 @@ def _joined(
         SourceError: held-out images are of a class that no training image has.
     """
     numbers = {name: number for number, name in enumerate(classes)}
-    joined, texts, at = [], [], 0
+    joined, texts, at = [], list[bytes](), 0
     for records, names, labels in parts:
         used = sorted(set(records["label"].tolist()))
         unknown = [labels[i] for i in used if labels[i] not in numbers]
@@ -239,19 +229,15 @@ def _joined(
                 f"{', '.join(unknown[:5])}. Give held-out images of the same classes"
             )
         encoded = [name.encode() for name in names]
-        starts = at + np.cumsum([0, *(len(name) for name in encoded)])
-        records = records.copy()
-        if len(records):
-            places = records["name_at"].astype(np.int64)
-            records["name_at"] = starts[places]
-            records["name_size"] = np.array([len(name) for name in encoded])[places]
-            table = np.zeros(max(used) + 1, np.int32)
-            for i in used:
-                table[i] = numbers[labels[i]]
-            records["label"] = table[records["label"]]
+        sizes = np.array([len(name) for name in encoded], np.int64)
+        table = np.array([numbers.get(label, -1) for label in labels], np.int32)
+        records, files = records.copy(), records["name_at"].astype(np.int64)
+        records["name_at"] = (at + np.cumsum(sizes) - sizes)[files]
+        records["name_size"] = sizes[files]
+        records["label"] = table[records["label"]]
         joined.append(records)
         texts += encoded
-        at = int(starts[-1])
+        at += int(sizes.sum())
     return np.concatenate(joined), b"".join(texts)
 
 
@@ -261,3 +247,7 @@ def _summary_name(number: int) -> str:
 
 def _copies_name(number: int) -> str:
     return f"images-{number:05d}.bin"
+
+
+def _part_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.npz"

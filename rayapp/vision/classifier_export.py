@@ -22,7 +22,6 @@ from rayapp.storage import Storage
 from rayapp.storage.inputs import local_copy
 from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.spec import ImageSpec
-from rayapp.vision.rows import transform_of
 
 IMAGES = 4
 # Largest difference of the logits, as a share of their norm; bf16 keeps 8 bits of a number.
@@ -39,15 +38,12 @@ def check_export(
         WrongExport: on all ranks: it does not open, or is another model.
         RuntimeError: on all ranks: the storage has failed.
     """
-    rows, transform = spec.data.rows("train"), transform_of(spec.config)
+    rows, look = spec.data.rows("train"), spec.config.data
     files = rows.read(range(min(IMAGES, len(rows))))
-    images = np.stack([centred(data, transform, rows.as_stored) for data in files])
+    images = np.stack([centred(data, look, rows.as_stored) for data in files])
     trained = _logits(classifier, torch.from_numpy(images).to(device))
-    return from_rank_zero(
-        folder,
-        control,
-        lambda: _compared(folder, images, trained, TOLERANCE[classifier.mixed]),
-    )
+    tolerance = TOLERANCE[classifier.mixed]
+    return from_rank_zero(folder, control, lambda: _compared(folder, images, trained, tolerance))
 
 
 def _logits(classifier: Classifier, images: Tensor) -> Tensor:
