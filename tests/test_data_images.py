@@ -32,7 +32,7 @@ from rayapp.data.images.batches import held_out_batches, image_digest, local_ste
 from rayapp.data.images.image_sources import find
 from rayapp.data.images.index import Images
 from rayapp.data.images.indexing import prepare
-from rayapp.data.sources import SourceError
+from rayapp.data.sources import DataFile, SourceError
 from rayapp.order import EMPTY, Order, combine
 from rayapp.storage import StorageError, open_storage
 
@@ -258,9 +258,7 @@ def test_damaged_parquet_is_told_by_its_name(tmp_path: Path) -> None:
 
 def test_the_fingerprint_tells_how_images_are_decoded() -> None:
     """The one of version 2 is commit 019c8f5's, whose runs go on with it."""
-    source = image_sources.ImageSource(
-        "s3://b/d", "folder", (image_sources.ImageFile("cat/1.png", 7),)
-    )
+    source = image_sources.ImageSource("s3://b/d", "folder", (DataFile("cat/1.png", 7, ""),))
     assert index.ImageRecipe(source, None, 0.05, version=2).fingerprint == "9d423e55a46af875"
     assert index.ImageRecipe(source, None, 0.05).fingerprint != "9d423e55a46af875"
 

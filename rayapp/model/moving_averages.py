@@ -145,12 +145,11 @@ class Settling:
     @torch.no_grad()
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
         """Start an asynchronous all-reduce; all ranks call it together."""
-        self._layers = [layer for layer in layers if layer._sums is not None]
+        found = [(layer, layer._sums) for layer in layers if layer._sums is not None]
+        self._layers = [layer for layer, _ in found]
         self._work: Any = None
-        if self._layers:
-            self._whole = torch.cat(
-                [layer._sums for layer in self._layers if layer._sums is not None]
-            )
+        if found:
+            self._whole = torch.cat([sums for _, sums in found])
             self._work = dist.all_reduce(self._whole, async_op=True)
         discard(layers)
 
@@ -193,10 +192,9 @@ class Average:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model, self._decay = model, decay
-        self._live = _values(model)
-        self.tensors: dict[str, torch.Tensor] = {
-            name: tensor.detach().clone() for name, tensor in self._live.items()
-        }
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        self._live: dict[str, Tensor] = dict(model.named_parameters()) | buffers  # tied ones once
+        self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         self.tensors["updates"] = torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
@@ -226,9 +224,3 @@ class Average:
             kept = live.clone()
             live.copy_(own)
             own.copy_(kept)
-
-
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters, tied ones once, and the floating-point buffers, by name."""
-    buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
-    return dict(model.named_parameters()) | buffers

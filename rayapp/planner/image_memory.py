@@ -1,6 +1,6 @@
 """Peak bytes on a GPU while an image classifier trains, term by term.
 
-    peak = image_peak(ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64))
+    peak = ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64).peak()
 
 The peak is at the end of the forward pass, when everything that the backward pass needs is alive.
 """
@@ -66,9 +66,35 @@ class ImageLayout:
         """Number of parameters that have a gradient: all of them."""
         return self.shape.parameters
 
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes kept per image between forward and backward."""
+        kept, of_norms = self.shape.kept, FP32 if self.synchronized else self.element
+        floats = self.element * kept.values + of_norms * kept.norms
+        return float(floats + 8 * kept.indices + kept.masks)
+
     def peak(self) -> Peak:
-        """Return the moment of a step with the most memory."""
-        return image_peak(self)
+        """Return the bytes at the end of the forward pass, without the allocator's fragmentation.
+
+        That is the moment of a step with the most memory.
+        """
+        parameters, count = float(self.shape.parameters), self.micro_batch
+        of_shard = FP32 * parameters / self.shards
+        copies = self.element * parameters if self.element < FP32 else 0.0  # autocast's casts
+        gathers = 0.0 if self.strategy == "ddp" else FP32 * parameters
+        of_norm = 3 * FP32 if self.synchronized else 2 * self.element
+        workspace = of_norm * self.shape.largest * count
+        terms = {
+            "parameters": of_shard,
+            "gradients": of_shard,
+            "optimizer": of_shard * STATES[self.optimizer],
+            "average": of_shard if self.averaged else 0.0,
+            "gathers": copies + gathers,
+            "activations": count * self.kept_bytes,
+            "logits": 4.0 * FP32 * count * self.shape.classes,
+            "working": workspace + (0.0 if self.on_cpu else WORKSPACE_BYTES),
+        }
+        return Peak("the end of the forward pass", terms)
 
     def checkpoint_bytes(self) -> float:
         """Return the bytes of one checkpoint, all ranks together."""
@@ -114,32 +140,3 @@ def image_layout(
         averaged=train.ema > 0,
         synchronized=config.parallel.sync_batch_norm,
     )
-
-
-def kept_image_bytes(layout: ImageLayout) -> float:
-    """Return the bytes kept per image between forward and backward."""
-    kept = layout.shape.kept
-    of_norms = FP32 if layout.synchronized else layout.element
-    return float(
-        layout.element * kept.values + of_norms * kept.norms + 8 * kept.indices + kept.masks
-    )
-
-
-def image_peak(layout: ImageLayout) -> Peak:
-    """Return the bytes at the end of the forward pass, without the allocator's fragmentation."""
-    parameters, shards = float(layout.shape.parameters), layout.shards
-    copies = layout.element * parameters if layout.element < FP32 else 0.0  # autocast's casts
-    gathers = 0.0 if layout.strategy == "ddp" else FP32 * parameters
-    of_norm = 3 * FP32 if layout.synchronized else 2 * layout.element
-    workspace = of_norm * layout.shape.largest * layout.micro_batch
-    terms = {
-        "parameters": FP32 * parameters / shards,
-        "gradients": FP32 * parameters / shards,
-        "optimizer": FP32 * STATES[layout.optimizer] * parameters / shards,
-        "average": FP32 * parameters / shards if layout.averaged else 0.0,
-        "gathers": copies + gathers,
-        "activations": layout.micro_batch * kept_image_bytes(layout),
-        "logits": 4.0 * FP32 * layout.micro_batch * layout.shape.classes,
-        "working": workspace + (0.0 if layout.on_cpu else WORKSPACE_BYTES),
-    }
-    return Peak("the end of the forward pass", terms)

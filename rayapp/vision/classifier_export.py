@@ -41,21 +41,15 @@ def check_export(
     rows, look = spec.data.rows("train"), spec.config.data
     files = rows.read(range(min(IMAGES, len(rows))))
     images = np.stack([centred(data, look, rows.as_stored) for data in files])
-    trained = _logits(classifier, torch.from_numpy(images).to(device))
-    tolerance = TOLERANCE[classifier.mixed]
-    return from_rank_zero(folder, control, lambda: _compared(folder, images, trained, tolerance))
-
-
-def _logits(classifier: Classifier, images: Tensor) -> Tensor:
-    """Return the logits [b, classes] of uint8 images [b, S, S, 3], on the CPU."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    training = classifier.training
+    pixels = torch.from_numpy(images).to(device)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
     classifier.eval()
     try:
-        logits: Tensor = classifier(images, labels, labels, labels.float())[2]
+        trained = classifier(pixels, labels, labels, labels.float())[2].float().cpu()
     finally:
-        classifier.train(training)
-    return logits.float().cpu()
+        classifier.train()
+    tolerance = TOLERANCE[classifier.mixed]
+    return from_rank_zero(folder, control, lambda: _compared(folder, images, trained, tolerance))
 
 
 def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -> ExportCheck:
@@ -68,8 +62,7 @@ def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -
             path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
         )
         processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = [*report["missing_keys"], *report["mismatched_keys"]]
+    if names := [*report["missing_keys"], *report["mismatched_keys"]]:
         raise wrong_export(folder, f"is not the model that was trained: it lacks {names[0]}")
     # They are cropped already.
     inputs = processor(

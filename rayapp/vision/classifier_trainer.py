@@ -5,7 +5,7 @@ A classifier is evaluated by its loss, top-1, top-5, each class, and the classes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -95,7 +95,7 @@ class ImageTrainer(Trainer):
             control,
             rows_per_epoch=self.spec.order.num_rows,
             unit=IMAGES,
-            record=partial(image_record, mfu_of(self.spec, self.device)),
+            record=partial(image_record, mfu_per_image(self.spec, self.device)),
             last_of_step=self._last_of_step,
             updated=self._updated,
         )
@@ -183,7 +183,7 @@ def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
 
 
 def image_record(
-    mfu: Callable[[int, float], float | None],
+    mfu_per_image: float | None,
     facts: dict[str, Any],
     sums: tuple[int, ...],
     losses: Sums,
@@ -191,31 +191,31 @@ def image_record(
 ) -> ImageRecord:
     """Make a step's record from the loop's fields and the batch's sum, the number of images.
 
-    `busy_s` is the step's seconds without checkpoint stalls and evaluation.
+    `mfu_per_image` is the MFU, 0-1, at one image per second. `busy_s` is the step's seconds without
+    checkpoint stalls and evaluation.
     """
-    (images,) = sums
+    images_per_s = sums[0] / busy_s
     return ImageRecord(
         **facts,
-        images=images,
-        images_per_s=images / busy_s,
-        images_per_s_per_gpu=images / busy_s / facts["workers"],
-        mfu=mfu(images, busy_s),
+        images=sums[0],
+        images_per_s=images_per_s,
+        images_per_s_per_gpu=images_per_s / facts["workers"],
+        mfu=None if mfu_per_image is None else images_per_s * mfu_per_image,
     )
 
 
-def mfu_of(spec: ImageSpec, device: torch.device) -> Callable[[int, float], float | None]:
-    """Return a function of (images, seconds) that computes the MFU, 0-1.
+def mfu_per_image(spec: ImageSpec, device: torch.device) -> float | None:
+    """Return the MFU, 0-1, at one image per second; None on CPUs and where no peak is known.
 
     MFU is model FLOP/s over the peak of all workers' GPUs; a backward pass counts as twice the
-    FLOPs of the forward pass. The function returns None on CPUs and where no peak is known.
+    FLOPs of the forward pass.
     """
     config = spec.config
     peak = peak_flops(config.train.precision, device)
     if peak is None:
-        return lambda images, seconds: None
+        return None
     shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
-    of_image = 3 * forward_flops(shape, config.data.size)
-    return lambda images, seconds: images * of_image / seconds / peak
+    return 3 * forward_flops(shape, config.data.size) / peak
 
 
 @dataclass(frozen=True)

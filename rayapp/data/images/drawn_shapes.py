@@ -23,18 +23,8 @@ VERSION = 1
 PER_CLASS = 300
 WRITERS = 8
 DONE = "README.txt"  # beside the folders of the classes, and written last
-CLASSES = (
-    "checks",
-    "cross",
-    "disc",
-    "dots",
-    "frame",
-    "ring",
-    "square",
-    "star",
-    "stripes",
-    "triangle",
-)
+CLASSES: tuple[str, ...] = ("checks", "cross", "disc", "dots", "frame")
+CLASSES += ("ring", "square", "star", "stripes", "triangle")
 FORMATS = (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("BMP", "bmp"), ("GIF", "gif"))
 Color = tuple[int, int, int]
 Points = list[tuple[float, float]]
@@ -87,8 +77,7 @@ def _jpeg(name: str) -> bytes:
 def picture(name: str, dice: random.Random) -> Image.Image:
     """Draw a shape in a colour that contrasts with its background."""
     width, height = dice.randint(48, 96), dice.randint(48, 96)
-    ground = _color(dice)
-    front = _color(dice)
+    ground, front = _color(dice), _color(dice)
     while sum(abs(a - b) for a, b in zip(ground, front, strict=True)) < 200:
         front = _color(dice)
     image = Image.new("RGB", (width, height), ground)

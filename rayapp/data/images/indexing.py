@@ -40,10 +40,10 @@ from rayapp.data.images.index import (
 )
 from rayapp.data.prepared import MAX_EXAMPLES
 from rayapp.data.ray_tasks import run_each
-from rayapp.data.sources import SourceError
+from rayapp.data.sources import DataFile, SourceError
 from rayapp.storage import Storage, open_storage
 
-Job = tuple[int, tuple[image_sources.ImageFile, ...]]  # root, files
+Job = tuple[int, tuple[DataFile, ...]]  # root, files
 Progress = Callable[[int, int], None]
 
 
