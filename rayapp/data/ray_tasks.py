@@ -39,6 +39,7 @@ class Task(Protocol):
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
+AnyRecipe = TypeVar("AnyRecipe")  # of rows, or of an index of images
 
 
 def run_tasks(
@@ -58,7 +59,7 @@ def run_tasks(
         SourceError: of a task, or it ended every process that ran it.
     """
     # With the folder of its rows, whose name is made from the files too.
-    light = [(_without_files(recipe), recipe.fingerprint) for recipe in recipes]
+    light = [(without_files(recipe), recipe.fingerprint) for recipe in recipes]
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
@@ -151,10 +152,12 @@ def _first(*labels: dict[str, str]) -> dict[str, Any]:
     return {"label_selector": labels[0], "fallback_strategy": others}
 
 
-def _without_files(recipe: RowRecipe) -> RowRecipe:
+def without_files(recipe: AnyRecipe) -> AnyRecipe:
     """Drop the lists of files, which may be long: a unit names its own."""
-    held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
-    return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
+    given: Any = recipe
+    held_out = replace(given.eval_source, files=()) if given.eval_source else None
+    bare: AnyRecipe = replace(given, source=replace(given.source, files=()), eval_source=held_out)
+    return bare
 
 
 def _attempts() -> int:

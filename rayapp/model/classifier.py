@@ -189,18 +189,16 @@ def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
 
 
-def class_names(shape: Any) -> list[str]:
-    """Return the names of a config's classes in Unicode's composed form (NFC)."""
-    names = (shape.id2label[number] for number in range(shape.num_labels))
-    return [unicodedata.normalize("NFC", str(name)) for name in names]
-
-
 def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]:
     """Return each class's row in the source's last layer; None if no class there is named so.
 
-    A name that two classes of the source have, such as ImageNet's crane, is none of theirs.
+    Names are compared in Unicode's composed form (NFC). A name that two classes of the source have,
+    such as ImageNet's crane, is none of theirs.
     """
-    own, theirs = class_names(shape), class_names(source.config)
+    own, theirs = (
+        [unicodedata.normalize("NFC", str(each.id2label[n])) for n in range(each.num_labels)]
+        for each in (shape, source.config)
+    )
     if own == theirs:
         return [*range(len(own))]
     rows, counts = {name: row for row, name in enumerate(theirs)}, Counter(theirs)
@@ -236,7 +234,7 @@ def distribute(
         _draw_convolutions(classifier.hf, seed)
     else:
         rows = class_rows(classifier.hf.config, source)
-        alike = rows == [*range(len(class_names(source.config)))]
+        alike = rows == [*range(source.config.num_labels)]
         names = () if alike else last_layer(classifier.hf.config)
         load_weights(classifier, source, device, drawn=names)
         if not alike:

@@ -101,8 +101,8 @@ class ImageLayout:
         return FP32 * self.trainable * (1.0 + STATES[self.optimizer] + self.averaged)
 
     def model_flops(self, context: float) -> float:
-        """Return the model FLOPs per training image; `context` is unused."""
-        return self.shape.model_flops
+        """Return the model FLOPs per training image: a backward pass costs two forward passes."""
+        return 6.0 * self.shape.macs
 
 
 def image_layout(

@@ -43,6 +43,7 @@ class Convolution:
     side_in: int
     """Side length of the input in pixels, explicit padding (a padded copy) included."""
     groups: int = 1
+    """Above 1 in a depthwise convolution, in which each channel has its own kernel."""
     bias: bool = False
     norm: bool = True
     """Batch-norm follows the convolution."""
@@ -59,11 +60,6 @@ class Convolution:
     def macs(self) -> int:
         """Multiply-adds of the forward pass, per image."""
         return self.outputs * self.inputs // self.groups * self.kernel**2 * self.side**2
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether it is grouped: each channel has its own kernel."""
-        return self.groups > 1
 
     @property
     def read(self) -> int:
@@ -131,11 +127,6 @@ class ImageShape:
         """Elements of the largest layer output, per image."""
         return max(layer.written for layer in self.layers)
 
-    @property
-    def model_flops(self) -> float:
-        """Model FLOPs per training image; the backward pass costs twice the forward pass."""
-        return 6.0 * self.macs
-
 
 def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> ImageShape:
     """Return the shape that a config.json describes, for images of `size` x `size` pixels.
@@ -150,7 +141,7 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
         near = difflib.get_close_matches(kind, FAMILIES, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(FAMILIES))}"
         raise UnknownShape(f"model_type={kind} is unknown: its layers are not known. {hint}")
-    classes = classes_of(config)
+    classes = int(config.get("num_labels") or len(config.get("id2label") or ()) or CLASSES)
     stack = _Stack(size)
     top = FAMILIES[kind](config, stack, same)
     if stack.side < 1:
@@ -158,13 +149,6 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
     stack.layers.append(Convolution(top, classes, 1, 1, 1, bias=True, norm=False, activation=False))
     stack.kept.values += top
     return ImageShape(kind, size, classes, tuple(stack.layers), stack.kept, stack.moved)
-
-
-def classes_of(config: Mapping[str, Any]) -> int:
-    """Return the number of classes in the config, or ImageNet's 1000."""
-    if config.get("num_labels"):
-        return int(config["num_labels"])
-    return len(config.get("id2label") or ()) or CLASSES
 
 
 class _Stack:

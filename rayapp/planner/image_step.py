@@ -96,7 +96,7 @@ def _convolution_rate(gpu: Gpu, precision: str) -> float:
 def _convolution_s(layer: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
     """Return the seconds of one pass of a layer over one image; a backward counts as two passes."""
     moved = layout.element * (layer.read + layer.written) / gpu.memory_bytes_per_s
-    if layer.depthwise:
+    if layer.groups > 1:
         plain = gpu.flops["fp32"]
         assert plain is not None, gpu.name
         return max(2 * layer.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)

@@ -55,11 +55,8 @@ class CheckedImageRun(command.CheckedRun):
 
     @property
     def parts(self) -> dict[str, object]:
-        held_out = self.eval_source
-        return {
-            "files": self.source.digest(),
-            "eval_files": held_out.digest() if held_out is not None else None,
-        }
+        parts = ImageRecipe(self.source, self.eval_source, eval_fraction=0.0).parts()
+        return {name: parts[name] for name in ("files", "eval_files")}
 
 
 def absolute(config: VisionConfig) -> VisionConfig:

@@ -106,9 +106,7 @@ def mix(
     """
     count = len(labels)
     others, shares = labels.astype(np.int32), np.ones(count, np.float32)
-    if not (look.mixup or look.cutmix):
-        return others, shares
-    for j in range(count // 2):
+    for j in range(count // 2 if look.mixup or look.cutmix else 0):
         k = count - 1 - j
         if not (present[j] and present[k]):
             continue

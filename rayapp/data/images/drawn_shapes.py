@@ -60,18 +60,16 @@ def one(name: str, number: int) -> tuple[str, bytes]:
 
 def damaged() -> list[tuple[str, bytes]]:
     """Return the unusable files that are placed among the images."""
-    cut = [(f"{name}/cut-short.jpg", _jpeg(name)[: 200 + 50 * n]) for n, name in enumerate(CLASSES)]
+    cut = []
+    for number, name in enumerate(CLASSES[:4]):
+        out = io.BytesIO()
+        picture(name, random.Random(name)).save(out, "JPEG", quality=90)
+        cut.append((f"{name}/cut-short.jpg", out.getvalue()[: 200 + 50 * number]))
     return [
-        *cut[:4],
+        *cut,
         ("disc/notes.txt", b"What is in this folder is round.\n"),
         ("star/page.jpg", b"<html><body>404 Not Found</body></html>"),
     ]
-
-
-def _jpeg(name: str) -> bytes:
-    out = io.BytesIO()
-    picture(name, random.Random(name)).save(out, "JPEG", quality=90)
-    return out.getvalue()
 
 
 def picture(name: str, dice: random.Random) -> Image.Image:

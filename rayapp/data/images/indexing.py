@@ -15,7 +15,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -39,19 +38,18 @@ from rayapp.data.images.index import (
     unpacked,
 )
 from rayapp.data.prepared import MAX_EXAMPLES
-from rayapp.data.ray_tasks import run_each
+from rayapp.data.ray_tasks import run_each, without_files
 from rayapp.data.sources import DataFile, SourceError
 from rayapp.storage import Storage, open_storage
 
 Job = tuple[int, tuple[DataFile, ...]]  # root, files
-Progress = Callable[[int, int], None]
 
 
 def prepare(
     recipe: ImageRecipe,
     root: Storage,
     concurrency: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Images:
     """Return the index of a recipe, indexing missing units first; needs a running Ray.
 
@@ -69,7 +67,7 @@ def prepare(
     if recipe.eval_source is not None:
         jobs += [(EVAL_ROOT, unit) for unit in image_sources.units(recipe.eval_source)]
     sizes = [sum(file.size for file in files) for _, files in jobs]
-    missing = [n for n in range(len(jobs)) if not storage.exists(_summary_name(n))]
+    missing = [n for n in range(len(jobs)) if not storage.exists(_name("unit", n, "json"))]
     finished = sum(sizes) - sum(sizes[n] for n in missing)
     for number in _run_units(recipe, storage.url, jobs, missing, concurrency):
         finished += sizes[number]
@@ -115,7 +113,7 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
             continue
         root, file, offset, size = origin, image.file, image.offset, len(image.data)
         if offset < 0:  # of Parquet
-            root, file, offset = OWN_ROOT, _copies_name(number), copied
+            root, file, offset = OWN_ROOT, _name("images", number, "bin"), copied
             copies.append(image.data)
             copied += size
         held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
@@ -124,12 +122,12 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
         digest = digest_of(image.data)
         rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
     if copies:
-        storage.write(_copies_name(number), b"".join(copies))
+        storage.write(_name("images", number, "bin"), b"".join(copies))
     for split in SPLITS:
         part = packed(np.array(rows[split], RECORD), list(names), list(labels))
-        storage.write(_part_name(split, number), part)
+        storage.write(_name(split, number, "npz"), part)
     summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
-    storage.write(_summary_name(number), json.dumps(summary).encode())
+    storage.write(_name("unit", number, "json"), json.dumps(summary).encode())
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -152,12 +150,7 @@ def _run_units(
     recipe: ImageRecipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
 ) -> Iterator[int]:
     """Run the missing units as Ray Data tasks and yield their numbers as they end."""
-
-    def bare(source: image_sources.ImageSource | None) -> Any:
-        """Drop the list of files, which may be long: a unit names its own."""
-        return source and replace(source, files=())
-
-    light = replace(recipe, source=bare(recipe.source), eval_source=bare(recipe.eval_source))
+    light = without_files(recipe)
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -176,11 +169,11 @@ def _run_units(
 def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
     """Join the parts of all units, in their order, and write the manifest."""
     with ThreadPoolExecutor(READERS) as pool:
-        texts = pool.map(storage.read, map(_summary_name, range(count)))
+        texts = pool.map(storage.read, (_name("unit", n, "json") for n in range(count)))
         summaries = [json.loads(text) for text in texts]
         parts = {}
         for split in SPLITS:
-            files = [_part_name(split, number) for number in range(count)]
+            files = [_name(split, number, "npz") for number in range(count)]
             parts[split] = [unpacked(data) for data in pool.map(storage.read, files)]
     classes = class_names(
         {labels[i] for records, _, labels in parts["train"] for i in set(records["label"].tolist())}
@@ -241,13 +234,6 @@ def _joined(
     return np.concatenate(joined), b"".join(texts)
 
 
-def _summary_name(number: int) -> str:
-    return f"unit-{number:05d}.json"
-
-
-def _copies_name(number: int) -> str:
-    return f"images-{number:05d}.bin"
-
-
-def _part_name(split: str, number: int) -> str:
-    return f"{split}-{number:05d}.npz"
+def _name(kind: str, number: int, ending: str) -> str:
+    """Return the name of a unit's file."""
+    return f"{kind}-{number:05d}.{ending}"
