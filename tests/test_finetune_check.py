@@ -120,7 +120,7 @@ def test_the_forecast_knows_the_steps_and_the_shape_it_is_given() -> None:
     some = config(workers="8", instance="p5.48xlarge")
     smaller = model.resolve("llama3.1-8b").config
     smaller.num_hidden_layers = 16
-    half, whole = forecast(some, smaller, 100), forecast(some, shape(), 100)
+    half, whole = forecast(some, smaller, steps=100), forecast(some, shape(), steps=100)
     assert half is not None and whole is not None
     assert half.hours is not None and whole.hours is not None
     assert half.hours.value < whole.hours.value

@@ -149,16 +149,11 @@ def ask(
     shards = replica_shards(config, workers, nodes, problems)
     precision = _precision(config, instance)
     layout: Layout | ImageLayout | None
-    context = 0.0
     if isinstance(config, VisionConfig):
         images = images or config.data.count
         layout = image_layout(config, model, precision, problems)
-        length = _steps_of(config, images)
     else:
         layout = _language_layout(config, model, precision, read, count, problems)
-        length = config.train.max_steps
-        # Documents' lengths are unknown here; those of packed rows are shorter than the row.
-        context = mean_context([config.data.seq_len])
     if problems or layout is None:
         unknown = layout is None and len(problems) == 1
         raise (UnknownModel if unknown else ConfigError)(problems)
@@ -169,6 +164,8 @@ def ask(
     job = None
     if instance is not None and instance.gpu is not None:
         used = -(-workers // nodes)
+        # Documents' lengths are unknown here; those of packed rows are shorter than the row.
+        context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
         job = Workload(layout, machine_of(instance, nodes, used), context, micro_batches)
     return Question(
         name=config.run.name,
@@ -178,7 +175,7 @@ def ask(
         nodes=nodes,
         workers=workers,
         rows_per_step=rows,
-        steps=steps if steps is not None else length,
+        steps=steps if steps is not None else _steps_of(config, images),
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
@@ -189,12 +186,12 @@ def ask(
     )
 
 
-def _steps_of(config: VisionConfig, images: int | None) -> int | None:
-    """Return train.max_steps, else the steps of all epochs; None if the images are not known."""
+def _steps_of(config: Config | VisionConfig, rows: int | None) -> int | None:
+    """Return train.max_steps, else the steps of all epochs; None if the rows are not known."""
     train = config.train
-    if train.max_steps is not None or images is None:
+    if train.max_steps is not None or rows is None:
         return train.max_steps
-    return -(-images * (train.epochs or 1) // train.images_per_step)
+    return -(-rows * (train.epochs or 1) // config.rows_per_step)
 
 
 def replica_shards(
