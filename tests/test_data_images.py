@@ -26,10 +26,11 @@ from pictures import as_folder, as_parquet, as_tars, drawn, indexed
 from PIL import Image
 
 from rayapp.config.vision import ImageDataConfig, RandAugment
+from rayapp.data import ray_tasks
 from rayapp.data import stream as streams
 from rayapp.data.images import augment, batches, drawn_shapes, image_sources, index, indexing
 from rayapp.data.images.batches import held_out_batches, image_digest, local_steps, step_images
-from rayapp.data.images.image_sources import find
+from rayapp.data.images.image_sources import find, units
 from rayapp.data.images.index import Images
 from rayapp.data.images.indexing import prepare
 from rayapp.data.sources import DataFile, SourceError
@@ -38,6 +39,11 @@ from rayapp.storage import StorageError, open_storage
 
 ONE = RandAugment(layers=1)
 LOOK = ImageDataConfig(size=24, crop_scale=(0.3, 1.0), randaugment=ONE, mixup=0.4, cutmix=0.4)
+
+
+def found_in(path: Path) -> list[image_sources.FoundImage]:
+    source = find(str(path))
+    return [image for unit in units(source) for image in image_sources.read(source, unit)]
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +169,7 @@ def test_a_damaged_tar_is_told_with_its_place(case: str, tmp_path: Path) -> None
     first = header("cat/a.png", 4) + b"abcd".ljust(512, b"\0")
     (tmp_path / "a.tar").write_bytes(first + spoilt + bytes(1024))
     with pytest.raises(SourceError, match=rf"/a\.tar is not a tar .*: .*{re.escape(words)}"):
-        list(image_sources.read(str(tmp_path), "tar", find(str(tmp_path)).files))
+        found_in(tmp_path)
 
 
 def test_what_memory_cannot_hold_is_not_read(
@@ -249,11 +255,20 @@ def test_damaged_parquet_is_told_by_its_name(tmp_path: Path) -> None:
             data[at] ^= 255
         file.write_bytes(data[: draw.choice((len(data), len(data) // 2))])
         try:
-            list(image_sources.read(str(path), "parquet", find(str(path)).files))
+            found_in(path)
         except SourceError as error:
             told += 1
             assert f"/{file.name} is not Parquet that can be read: " in str(error)
     assert told > 15
+
+
+def test_files_that_end_every_process_are_named(tmp_path: Path) -> None:
+    root = as_folder(tmp_path, drawn(2, 1))
+    recipe = index.ImageRecipe(find(str(root)), None, 0.0)
+    (task,) = indexing.tasks_of(recipe)
+    first = recipe.source.files[0].name
+    words = f"{root}/{first} (and 1 more parts) cannot be prepared: the process that reads it died"
+    assert ray_tasks._lost(recipe, task.origin, task.unit).startswith(words)
 
 
 def test_the_fingerprint_tells_how_images_are_decoded() -> None:

@@ -6,13 +6,12 @@ for task in run_tasks(recipes, url, tasks, concurrency): ...     # as they end
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from rayapp.config import DATA_LABEL
 from rayapp.data import sources
-from rayapp.data.recipe import RowRecipe
 
 LOST = "lost"
 NODE_LABEL = "ray.io/node-id"  # which Ray gives to each node
@@ -34,22 +33,23 @@ class Task(Protocol):
     def unit(self) -> sources.ReadUnit:
         """What it reads."""
 
-    def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it, for a folder of rows below `url`."""
+    def run(self, recipe: Any, url: str, folder: str) -> None:
+        """Do it by its recipe, for a folder of rows or of an index below `url`."""
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
-AnyRecipe = TypeVar("AnyRecipe")  # of rows, or of an index of images
 
 
 def run_tasks(
-    recipes: Sequence[RowRecipe],
+    recipes: Sequence[Any],
     url: str,
     tasks: Sequence[AnyTask],
     concurrency: int | None,
     num_cpus: float | None = None,
 ) -> Iterator[AnyTask]:
     """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
+
+    `recipes` are of rows, or of an index of images.
 
     Each reserves `num_cpus` in Ray, by default one. They run on the nodes that prepare data, if the
     cluster has such, and on others where these are busy or gone. Tasks that reserve nothing are at
@@ -58,8 +58,12 @@ def run_tasks(
     Raises:
         SourceError: of a task, or it ended every process that ran it.
     """
+    if not tasks:
+        return
+    import ray.data
+
     # With the folder of its rows, whose name is made from the files too.
-    light = [(without_files(recipe), recipe.fingerprint) for recipe in recipes]
+    light = [(_without_files(recipe), recipe.fingerprint) for recipe in recipes]
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         if _attempts() >= MAX_ATTEMPTS:  # Ray itself retries without limit
@@ -73,35 +77,21 @@ def run_tasks(
         return {"number": row["number"], "problem": ""}
 
     items = [{"number": n, "task": pickle.dumps(task)} for n, task in enumerate(tasks)]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items))
     where, cpus = _on_data_nodes()
     if num_cpus == 0 and cpus:
         concurrency = min(concurrency or cpus, cpus)
     elif num_cpus == 0:
         where = on_workers_nodes()
-    for row in run_each(work, items, concurrency, num_cpus=num_cpus, **where):
+    mapped = dataset.map(work, concurrency=concurrency, num_cpus=num_cpus, **where)
+    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
+    mapped.context.execution_no_progress_timeout_s = -1
+    for row in mapped.iter_rows():
         task = tasks[row["number"]]
         if row["problem"]:
             lost = _lost(recipes[task.source], task.origin, task.unit)
             raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
         yield task
-
-
-def run_each(
-    work: Callable[[dict[str, Any]], dict[str, Any]],
-    items: Sequence[dict[str, Any]],
-    concurrency: int | None,
-    **options: Any,
-) -> Iterator[dict[str, Any]]:
-    """Run `work` on each item in a task of Ray Data; yield what it returns, as the tasks end."""
-    if not items:
-        return
-    import ray.data
-
-    dataset = ray.data.from_items(list(items), override_num_blocks=len(items))
-    mapped = dataset.map(work, concurrency=concurrency, **options)
-    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
-    mapped.context.execution_no_progress_timeout_s = -1
-    yield from mapped.iter_rows()
 
 
 def on_workers_nodes() -> dict[str, Any]:
@@ -152,12 +142,10 @@ def _first(*labels: dict[str, str]) -> dict[str, Any]:
     return {"label_selector": labels[0], "fallback_strategy": others}
 
 
-def without_files(recipe: AnyRecipe) -> AnyRecipe:
+def _without_files(recipe: Any) -> Any:
     """Drop the lists of files, which may be long: a unit names its own."""
-    given: Any = recipe
-    held_out = replace(given.eval_source, files=()) if given.eval_source else None
-    bare: AnyRecipe = replace(given, source=replace(given.source, files=()), eval_source=held_out)
-    return bare
+    held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
+    return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
 
 
 def _attempts() -> int:
@@ -168,7 +156,7 @@ def _attempts() -> int:
     return int(worker.core_worker.get_current_task_attempt_number())
 
 
-def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
+def _lost(recipe: Any, origin: str, unit: sources.ReadUnit) -> str:
     """Return the error text for a unit that killed every process that prepared it."""
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from rayapp import config as configs
 from rayapp import planner
@@ -89,9 +90,7 @@ def source_problem(error: Exception, path: str, field: str) -> str:
     return text.replace("data.path=", f"{field}=", 1)
 
 
-def plan_problem(
-    config: RunConfig, forecast: Callable[[RunConfig], planner.Answer | None]
-) -> str | None:
+def plan_problem(config: RunConfig, forecast: Callable[[Any], planner.Answer | None]) -> str | None:
     """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan.
 
     It must fit each instance type of a list.

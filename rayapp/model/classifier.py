@@ -195,9 +195,10 @@ def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]
     Names are compared in Unicode's composed form (NFC). A name that two classes of the source have,
     such as ImageNet's crane, is none of theirs.
     """
+    configs: tuple[Any, Any] = (shape, source.config)
     own, theirs = (
         [unicodedata.normalize("NFC", str(each.id2label[n])) for n in range(each.num_labels)]
-        for each in (shape, source.config)
+        for each in configs
     )
     if own == theirs:
         return [*range(len(own))]
@@ -234,7 +235,7 @@ def distribute(
         _draw_convolutions(classifier.hf, seed)
     else:
         rows = class_rows(classifier.hf.config, source)
-        alike = rows == [*range(source.config.num_labels)]
+        alike = rows == [*range(source.config.num_labels or 0)]
         names = () if alike else last_layer(classifier.hf.config)
         load_weights(classifier, source, device, drawn=names)
         if not alike:

@@ -82,14 +82,15 @@ class RunSpec(Generic[ConfigType, DataType]):
 
     def stream(self, first_step: int, world: int) -> Stream:
         """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""
-        look: Any = self.config.data  # each kind has its own section
-        if isinstance(self.data, Images):
+        data: Any = self.data
+        section: Any = self.config.data  # each kind has its own
+        if isinstance(data, Images):
             from rayapp.data.images import batches
 
-            return batches.stream(self.data, look, self.order, first_step, world)
+            return batches.stream(data, section, self.order, first_step, world)
         from rayapp.data import stream
 
-        return stream.stream(self.data, self.order, first_step, world, look.workers)
+        return stream.stream(data, self.order, first_step, world, section.workers)
 
     def steps(self, shard: Shard, world: int) -> Iterator[Any]:
         """Yield a rank's batch of each step from its part of the stream."""

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.data.images import drawn_shapes
-from rayapp.data.images.image_sources import find, units
-from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT, VERSION, ImageRecipe, Images
-from rayapp.data.images.indexing import index_unit, prepare
+from rayapp.data.images.image_sources import find
+from rayapp.data.images.index import VERSION, ImageRecipe, Images
+from rayapp.data.images.indexing import prepare, tasks_of
 from rayapp.storage import Storage, open_storage
 
 
@@ -65,9 +65,6 @@ def indexed(path: Path | str, root: Storage, eval_fraction: float = 0.0, **more:
     held_out = more.get("eval_path")
     held = find(str(held_out)) if held_out else None
     recipe = ImageRecipe(find(str(path)), held, eval_fraction, more.get("version", VERSION))
-    storage = root / recipe.fingerprint
-    jobs = [(TRAIN_ROOT, unit) for unit in units(recipe.source)]
-    jobs += [(EVAL_ROOT, unit) for unit in units(held)] if held else []
-    for number, job in enumerate(jobs):
-        index_unit(recipe, storage.url, number, job)
+    for task in tasks_of(recipe):
+        task.run(recipe, root.url, recipe.fingerprint)
     return prepare(recipe, open_storage(root.url))

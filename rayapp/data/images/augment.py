@@ -86,8 +86,9 @@ def augmented(data: bytes, look: ImageDataConfig, seed: int, as_stored: bool = F
     image = _resized(data, crop, look.size, as_stored)
     if draw.random() < look.flip:
         image = ImageOps.mirror(image)
-    for _ in range(look.randaugment.layers if look.randaugment else 0):
-        image = _operate(image, look.randaugment.magnitude, draw)
+    if look.randaugment is not None:
+        for _ in range(look.randaugment.layers):
+            image = _operate(image, look.randaugment.magnitude, draw)
     return np.asarray(image)
 
 
@@ -179,7 +180,7 @@ def _resized(
     with Image.open(io.BytesIO(data), formats=None if as_stored else FORMATS) as image:
         if image.format not in ("JPEG", "MPO"):  # Pillow turns a TIFF as it loads it
             image.load()
-        turned = not as_stored and _orientation(image) in range(5, 9)
+        turned = not as_stored and image.getexif().get(ExifTags.Base.Orientation) in range(5, 9)
         width, height = size = image.size[::-1] if turned else image.size
         box = crop(size)
         across, down = side / (box[2] - box[0]), side / (box[3] - box[1])
@@ -192,10 +193,6 @@ def _resized(
     return rgb.resize((side, side), Image.Resampling.BILINEAR, box=part)
 
 
-def _orientation(image: Image.Image) -> int:
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
 def _rgb(image: Image.Image) -> Image.Image:
     """Decode an image to upright 8-bit RGB, as datasets turns it and transformers converts it.
 
@@ -206,7 +203,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         Unusable: nothing says what its numbers mean.
     """
     image.load()
-    if (turn := TURN_OF.get(_orientation(image))) is not None:
+    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation))) is not None:
         image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
     if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
         values = np.asarray(image)

@@ -1,7 +1,7 @@
 """Find labelled images: a folder per class, tar shards or Parquet, on a disk or under s3://.
 
     source = find("s3://bucket/imagenet/train")
-    for unit in units(source): ...            # lists of files that one task reads
+    for unit in units(source): ...            # the files that one task reads
     for image in read(source, unit): image.name, image.label, image.data
 
 Labels are text here. In folders it is the top folder's name; in a tar the content of `.cls` or
@@ -20,8 +20,8 @@ from hashlib import blake2b
 from typing import Any, BinaryIO, cast
 
 from rayapp.data.images import augment
-from rayapp.data.sources import DataFile, DataSource, SourceError
-from rayapp.data.sources.cutting import runs
+from rayapp.data.sources import DataFile, DataSource, Piece, ReadUnit, SourceError
+from rayapp.data.sources.cutting import grouped
 from rayapp.storage import Readable, StorageError
 from rayapp.storage.inputs import open_input
 
@@ -92,17 +92,18 @@ def find(path: str, format: str = "auto") -> ImageSource:
     return ImageSource(root.url, format, files)
 
 
-def units(source: ImageSource) -> list[tuple[DataFile, ...]]:
-    """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
+def units(source: ImageSource) -> list[ReadUnit]:
+    """Group the files into units of UNIT_BYTES (more if there would be many), by size only."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    return [tuple(run) for run, _ in runs(((file, file.size) for file in source.files), limit)]
+    pieces = [(source.piece(file, 0, file.size, "hash", True), file.size) for file in source.files]
+    return grouped(pieces, limit)
 
 
-def read(root: str, format: str, files: tuple[DataFile, ...]) -> Iterator[FoundImage]:
+def read(source: ImageSource, unit: ReadUnit) -> Iterator[FoundImage]:
     """Yield the images in the files of a unit, in order."""
-    storage = open_input(root)
-    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
-    for file in files:
+    storage = open_input(source.root)
+    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[source.format]
+    for file in unit.pieces:
         yield from reader(storage, file)
 
 
@@ -127,10 +128,10 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
-    problem = TOO_LARGE if file.size > MAX_BYTES else None
-    data = b"" if problem else storage.read(file.name)
-    yield FoundImage(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
+def _read_file(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
+    problem = TOO_LARGE if piece.size > MAX_BYTES else None
+    data = b"" if problem else storage.read(piece.file)
+    yield FoundImage(piece.file, 0, piece.file, piece.file.partition("/")[0], data, problem)
 
 
 class _Headers:
@@ -146,27 +147,27 @@ class _Headers:
         return self.stream.read(size)
 
 
-def _read_tar(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
+def _read_tar(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
         SourceError: it is no tar, or damaged.
     """
-    own = file.name.rpartition("/")[2].rpartition(".")[0]
+    own = piece.file.rpartition("/")[2].rpartition(".")[0]
     waiting: list[FoundImage] = []
     key, label = "", None
     try:
         with (
-            storage.open_read(file.name) as stream,
+            storage.open_read(piece.file) as stream,
             tarfile.open(fileobj=cast(Any, _Headers(stream)), mode="r:", errors="replace") as tar,
         ):
             for member in tar:
                 plain = member.isfile() and not member.issparse()
                 end = member.offset_data + member.size if plain else tar.offset
-                if not member.offset_data <= end <= file.size:
+                if not member.offset_data <= end <= piece.size:
                     raise tarfile.ReadError(
                         f"{member.name} at byte {member.offset:,} says that it ends at byte "
-                        f"{end:,}, and the file has {file.size:,} bytes"
+                        f"{end:,}, and the file has {piece.size:,} bytes"
                     )
                 if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
@@ -176,16 +177,16 @@ def _read_tar(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
                 if f"{folder}/{stem}" != key:
                     yield from _labelled(waiting, label)
                     waiting, key, label = [], f"{folder}/{stem}", None
-                problem = TOO_LARGE if member.size > MAX_BYTES else None
-                problem = "stored as a sparse file" if member.issparse() else problem
+                large = TOO_LARGE if member.size > MAX_BYTES else None
+                problem = "stored as a sparse file" if member.issparse() else large
                 stream.seek(member.offset_data)
                 data = b"" if problem else stream.read(member.size)
                 if ending.lower() in ("cls", "json"):
                     beside = _label_beside(ending.lower(), data)
                     label = label if beside is None else beside
                     continue
-                fallback, place = folder.rpartition("/")[2] or own, f"{file.name}:{path}"
-                found = FoundImage(file.name, member.offset_data, place, fallback, data, problem)
+                fallback, place = folder.rpartition("/")[2] or own, f"{piece.file}:{path}"
+                found = FoundImage(piece.file, member.offset_data, place, fallback, data, problem)
                 waiting.append(found)
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
@@ -193,7 +194,7 @@ def _read_tar(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
         yield from _labelled(waiting, label)
     except tarfile.TarError as error:
         raise SourceError(
-            f"{storage.url}/{file.name} is not a tar that can be read: {error}. Copy it anew, "
+            f"{storage.url}/{piece.file} is not a tar that can be read: {error}. Copy it anew, "
             "without compression: images are compressed already"
         ) from error
 
@@ -223,7 +224,7 @@ def _label_of(value: object) -> str:
     return "" if text in ("-1", "-1.0") else text
 
 
-def _read_parquet(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
+def _read_parquet(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
@@ -232,9 +233,9 @@ def _read_parquet(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    where = f"{storage.url}/{file.name}"
+    where = f"{storage.url}/{piece.file}"
     try:
-        table = pq.ParquetFile(storage.open_read(file.name))
+        table = pq.ParquetFile(storage.open_read(piece.file))
         columns = table.schema_arrow.names
         image = next((column for column in IMAGE_COLUMNS if column in columns), None)
         label = next((column for column in LABEL_COLUMNS if column in columns), None)
@@ -249,7 +250,7 @@ def _read_parquet(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
             for value, own in pairs:
                 found: Any = value.get("bytes") if isinstance(value, dict) else value
                 data = found if isinstance(found, bytes) else b""
-                yield FoundImage(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
+                yield FoundImage(piece.file, -1, f"{piece.file}:{row}", _label_of(own), data)
                 row += 1
     except StorageError:
         raise

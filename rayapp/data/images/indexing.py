@@ -10,11 +10,11 @@ and are not in the index. The manifest, which marks the index as complete, is wr
 from __future__ import annotations
 
 import json
-import pickle
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -38,11 +38,9 @@ from rayapp.data.images.index import (
     unpacked,
 )
 from rayapp.data.prepared import MAX_EXAMPLES
-from rayapp.data.ray_tasks import run_each, without_files
-from rayapp.data.sources import DataFile, SourceError
+from rayapp.data.ray_tasks import run_tasks
+from rayapp.data.sources import ReadUnit, SourceError
 from rayapp.storage import Storage, open_storage
-
-Job = tuple[int, tuple[DataFile, ...]]  # root, files
 
 
 def prepare(
@@ -60,74 +58,91 @@ def prepare(
             classes.
     """
     storage = root / recipe.fingerprint
-    index = load(storage)
-    if index is not None:
+    if (index := load(storage)) is not None:
         return index
-    jobs: list[Job] = [(TRAIN_ROOT, unit) for unit in image_sources.units(recipe.source)]
-    if recipe.eval_source is not None:
-        jobs += [(EVAL_ROOT, unit) for unit in image_sources.units(recipe.eval_source)]
-    sizes = [sum(file.size for file in files) for _, files in jobs]
-    missing = [n for n in range(len(jobs)) if not storage.exists(_name("unit", n, "json"))]
-    finished = sum(sizes) - sum(sizes[n] for n in missing)
-    for number in _run_units(recipe, storage.url, jobs, missing, concurrency):
-        finished += sizes[number]
+    tasks = tasks_of(recipe)
+    total = sum(task.unit.num_bytes for task in tasks)
+    missing = [task for task in tasks if not storage.exists(_name("unit", task.index, "json"))]
+    finished = total - sum(task.unit.num_bytes for task in missing)
+    for task in run_tasks([recipe], root.url, missing, concurrency):
+        finished += task.unit.num_bytes
         if progress:
-            progress(finished, sum(sizes))
-    _merge(recipe, storage, len(jobs))
+            progress(finished, total)
+    _merge(recipe, storage, len(tasks))
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/{MANIFEST} vanished as it was made"
     return loaded
 
 
-def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
-    """Read and decode the files of one unit, and write its part of the index.
+def tasks_of(recipe: ImageRecipe) -> list[IndexTask]:
+    """Return a task for each unit, in the order of the images."""
+    jobs = [("train", unit) for unit in image_sources.units(recipe.source)]
+    if recipe.eval_source is not None:
+        jobs += [("eval", unit) for unit in image_sources.units(recipe.eval_source)]
+    return [IndexTask(number, *job) for number, job in enumerate(jobs)]
 
-    Memory: one file, and of Parquet all images of the unit.
 
-    Raises:
-        SourceError: a container cannot be read, or memory is full.
-    """
-    origin, files = job
-    storage = open_storage(url)
-    source = recipe.source if origin == TRAIN_ROOT else recipe.eval_source
-    assert source is not None
-    rows: dict[str, list[tuple[Any, ...]]] = {split: [] for split in SPLITS}
-    names: dict[str, int] = {}
-    labels: dict[str, int] = {}
-    copies: list[bytes] = []
-    copied = records = 0
-    bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
-    for image in image_sources.read(source.root, source.format, files):
-        records += 1
-        try:
-            problem = image_sources.problem_of(image)
-        except MemoryError as error:
-            raise SourceError(
-                f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
-                "data.workers, or take a machine with more"
-            ) from error
-        if problem is not None:
-            bad[problem] += 1
-            examples.append((image.name, problem))
-            continue
-        root, file, offset, size = origin, image.file, image.offset, len(image.data)
-        if offset < 0:  # of Parquet
-            root, file, offset = OWN_ROOT, _name("images", number, "bin"), copied
-            copies.append(image.data)
-            copied += size
-        held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
-        name = names.setdefault(file, len(names))
-        label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
-        digest = digest_of(image.data)
-        rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
-    if copies:
-        storage.write(_name("images", number, "bin"), b"".join(copies))
-    for split in SPLITS:
-        part = packed(np.array(rows[split], RECORD), list(names), list(labels))
-        storage.write(_name(split, number, "npz"), part)
-    summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
-    storage.write(_name("unit", number, "json"), json.dumps(summary).encode())
+@dataclass(frozen=True)
+class IndexTask:
+    """What a Ray task does: decode the images of a unit, and write its part of the index."""
+
+    index: int
+    """Of the unit."""
+    origin: str
+    """`train`, or `eval` for the source of held-out images."""
+    unit: ReadUnit
+    source: int = 0
+    """There is one recipe."""
+
+    def run(self, recipe: ImageRecipe, url: str, folder: str) -> None:
+        """Do it by its recipe, in `folder` of the URL.
+
+        Memory: one file, and of Parquet all images of the unit.
+
+        Raises:
+            SourceError: a container cannot be read, or memory is full.
+        """
+        storage = open_storage(url) / folder
+        source = recipe.source if self.origin == "train" else recipe.eval_source
+        assert source is not None
+        rows: dict[str, list[tuple[Any, ...]]] = {split: [] for split in SPLITS}
+        names: dict[str, int] = {}
+        labels: dict[str, int] = {}
+        copies: list[bytes] = []
+        copied = records = 0
+        bad: Counter[str] = Counter()
+        examples: list[tuple[str, str]] = []
+        for image in image_sources.read(source, self.unit):
+            records += 1
+            try:
+                problem = image_sources.problem_of(image)
+            except MemoryError as error:
+                raise SourceError(
+                    f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
+                    "data.workers, or take a machine with more"
+                ) from error
+            if problem is not None:
+                bad[problem] += 1
+                examples.append((image.name, problem))
+                continue
+            root, file = TRAIN_ROOT if self.origin == "train" else EVAL_ROOT, image.file
+            offset, size = image.offset, len(image.data)
+            if offset < 0:  # of Parquet
+                root, file, offset = OWN_ROOT, _name("images", self.index, "bin"), copied
+                copies.append(image.data)
+                copied += size
+            held = self.origin == "eval" or is_held_out(image.name, recipe.eval_fraction)
+            name = names.setdefault(file, len(names))
+            label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
+            digest = digest_of(image.data)
+            rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
+        if copies:
+            storage.write(_name("images", self.index, "bin"), b"".join(copies))
+        for split in SPLITS:
+            part = packed(np.array(rows[split], RECORD), list(names), list(labels))
+            storage.write(_name(split, self.index, "npz"), part)
+        summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
+        storage.write(_name("unit", self.index, "json"), json.dumps(summary).encode())
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -144,26 +159,6 @@ def class_names(labels: set[str]) -> list[str]:
     """
     numbers = all(label.isdecimal() for label in labels)
     return sorted(labels, key=lambda label: (int(label) if numbers else 0, label))
-
-
-def _run_units(
-    recipe: ImageRecipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
-) -> Iterator[int]:
-    """Run the missing units as Ray Data tasks and yield their numbers as they end."""
-    light = without_files(recipe)
-
-    def work(row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            index_unit(light, url, int(row["number"]), pickle.loads(row["job"]))
-        except SourceError as error:  # Ray Data would wrap it
-            return {"number": row["number"], "problem": str(error)}
-        return {"number": row["number"], "problem": ""}
-
-    items = [{"number": number, "job": pickle.dumps(jobs[number])} for number in missing]
-    for row in run_each(work, items, concurrency):
-        if row["problem"]:
-            raise SourceError(row["problem"])
-        yield int(row["number"])
 
 
 def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:

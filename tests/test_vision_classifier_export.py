@@ -16,7 +16,7 @@ from pictures import as_folder, drawn, indexed
 from reference import images
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from test_vision_trainer import TINY, config_of
+from test_vision_classifier_trainer import TINY, config_of
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from rayapp.model import WrongExport
