@@ -136,10 +136,10 @@ def _blend(first: Pixels, second: Pixels, share: float) -> Pixels:
 def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, float]:
     """Return the (rows, columns) to replace, and the share of the image that is left."""
     side = math.sqrt(1.0 - share) * size
-    edges = []
-    for middle in (draw.random() * size, draw.random() * size):
-        edges.append(slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2))))
-    rows, columns = edges
+    rows, columns = (
+        slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2)))
+        for middle in (draw.random() * size, draw.random() * size)
+    )
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     return rows, columns, 1.0 - area / size**2
 
@@ -155,8 +155,7 @@ def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random
         aspect = math.exp(low + (high - low) * draw.random())
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left = int(draw.random() * (width - w + 1))
-            top = int(draw.random() * (height - h + 1))
+            left, top = (int(draw.random() * (room + 1)) for room in (width - w, height - h))
             return left, top, left + w, top + h
     w, h = min(width, round(height * ASPECT[1])), min(height, round(width / ASPECT[0]))
     left, top = (width - w) // 2, (height - h) // 2
