@@ -202,7 +202,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         Unusable: nothing says what its numbers mean.
     """
     image.load()
-    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation))) is not None:
+    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation, 1))) is not None:
         image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
     if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
         values = np.asarray(image)
@@ -226,7 +226,6 @@ def _rgb(image: Image.Image) -> Image.Image:
 # ---- RandAugment -------------------------------------------------------------------------------
 
 SHIFT = 150 / 331  # of the width, at most
-Operation = Callable[[Image.Image, float], Image.Image]
 
 
 def _moved(image: Image.Image, *matrix: float) -> Image.Image:
@@ -245,7 +244,7 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
 
 
 # By a signed strength, -1 to 1: shears by up to 0.3, shifts by SHIFT, turns by 30 degrees.
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "identity": lambda image, by: image,
     "shear_x": lambda image, by: _moved(image, 1, 0.3 * by, 0, 0, 1, 0),
     "shear_y": lambda image, by: _moved(image, 1, 0, 0, 0.3 * by, 1, 0),

@@ -29,7 +29,6 @@ UNIT_BYTES = 16 * 2**20
 MAX_UNITS = 4096
 SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
-UNLABELLED = "without a label"
 MAX_BYTES = 2**29  # of an image's file, which is held in memory
 TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
 MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
@@ -108,7 +107,7 @@ def read(source: ImageSource, files: Iterable[DataFile]) -> Iterator[FoundImage]
 def problem_of(found: FoundImage) -> str | None:
     """Return why what was found is no labelled image, or None if it is one."""
     problem = found.problem or augment.problem_of(found.data)
-    return problem or (None if found.label else UNLABELLED)
+    return problem or (None if found.label else "without a label")
 
 
 def format_of(names: list[str]) -> str:
