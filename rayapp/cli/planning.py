@@ -17,9 +17,8 @@ from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import shape_of
 from rayapp.planner.trained import text_section
+from rayapp.presets import IMAGE_PRESETS, config_of
 from rayapp.presets import PRESETS as LANGUAGE
-from rayapp.presets import config_of
-from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import open_storage
 
 PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]

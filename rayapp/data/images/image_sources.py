@@ -1,7 +1,7 @@
 """Find labelled images: a folder per class, tar shards or Parquet, on a disk or under s3://.
 
     source = find("s3://bucket/imagenet/train")
-    for unit in units(source): ...            # lists of files that one task reads
+    for unit in units(source): ...            # the files that one task reads
     for image in read(source, unit): image.name, image.label, image.data
 
 Labels are text here. In folders it is the top folder's name; in a tar the content of `.cls` or
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, cast
 
 from rayapp.data.images import augment
-from rayapp.data.sources import SourceError
+from rayapp.data.sources import DataFile, DataSource, SourceError
+from rayapp.data.sources.cutting import runs
 from rayapp.storage import Readable, StorageError
 from rayapp.storage.inputs import open_input
 
@@ -28,44 +29,23 @@ UNIT_BYTES = 16 * 2**20
 MAX_UNITS = 4096
 SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
-FORMATS = ("folder", "tar", "parquet")
-UNLABELLED = "without a label"
 MAX_BYTES = 2**29  # of an image's file, which is held in memory
 TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
 MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
-@dataclass(frozen=True)
-class ImageFile:
-    """One file of a source: `name` is relative to the source's root."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class ImageSource:
+class ImageSource(DataSource):
     """Files under one root, all of one format."""
-
-    root: str
-    format: str
-    files: tuple[ImageFile, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files in bytes."""
-        return sum(file.size for file in self.files)
 
     def digest(self) -> str:
         """Return 16 hex digits of all files' names and sizes; the index has digests of contents."""
-        listing = json.dumps([asdict(file) for file in self.files])
+        listing = json.dumps([{"name": file.name, "size": file.size} for file in self.files])
         return blake2b(listing.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
-class FoundFiles:
-    """A file that may be an image: its place, name, label and bytes."""
+class FoundImage:
+    """What may be an image: its file, place there, name, label and bytes."""
 
     file: str
     offset: int
@@ -97,7 +77,7 @@ def find(path: str, format: str = "auto") -> ImageSource:
         format = format_of(names)
     suffixes = SUFFIXES.get(format)
     files = tuple(
-        ImageFile(entry.name, entry.size)
+        DataFile(entry.name, entry.size, "")
         for entry in entries
         if (entry.name.lower().endswith(suffixes) if suffixes else "/" in entry.name)
     )
@@ -105,38 +85,29 @@ def find(path: str, format: str = "auto") -> ImageSource:
         what = "in a folder of its class" if format == "folder" else f"with {suffixes}"
         raise SourceError(
             f"data.path={path} has nothing of data.format={format}: no file {what} is in it. "
-            f"Set data.format to what lies there: {', '.join(FORMATS)}"
+            f"Set data.format to what lies there: {', '.join(('folder', *SUFFIXES))}"
         )
     return ImageSource(root.url, format, files)
 
 
-def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
-    """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
+def units(source: ImageSource) -> Iterator[tuple[list[DataFile], int]]:
+    """Yield runs of files of up to UNIT_BYTES (more if there would be many), with their bytes."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    runs: list[tuple[ImageFile, ...]] = []
-    run: list[ImageFile] = []
-    held = 0
-    for file in source.files:
-        if run and held + file.size > limit:
-            runs.append(tuple(run))
-            run, held = [], 0
-        run.append(file)
-        held += file.size
-    return [*runs, tuple(run)] if run else runs
+    return runs(((file, file.size) for file in source.files), limit)
 
 
-def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
-    """Yield the images in the files of a unit, in order."""
-    storage = open_input(root)
-    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
+def read(source: ImageSource, files: Iterable[DataFile]) -> Iterator[FoundImage]:
+    """Yield the images in files of a source, whose own list of files is not read."""
+    storage = open_input(source.root)
+    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[source.format]
     for file in files:
         yield from reader(storage, file)
 
 
-def problem_of(found: FoundFiles) -> str | None:
+def problem_of(found: FoundImage) -> str | None:
     """Return why what was found is no labelled image, or None if it is one."""
     problem = found.problem or augment.problem_of(found.data)
-    return problem or (None if found.label else UNLABELLED)
+    return problem or (None if found.label else "without a label")
 
 
 def format_of(names: list[str]) -> str:
@@ -154,10 +125,10 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+def _read_file(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     problem = TOO_LARGE if file.size > MAX_BYTES else None
     data = b"" if problem else storage.read(file.name)
-    yield FoundFiles(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
+    yield FoundImage(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
 
 
 class _Headers:
@@ -173,14 +144,14 @@ class _Headers:
         return self.stream.read(size)
 
 
-def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+def _read_tar(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
         SourceError: it is no tar, or damaged.
     """
     own = file.name.rpartition("/")[2].rpartition(".")[0]
-    waiting: list[FoundFiles] = []
+    waiting: list[FoundImage] = []
     key, label = "", None
     try:
         with (
@@ -203,8 +174,8 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
                 if f"{folder}/{stem}" != key:
                     yield from _labelled(waiting, label)
                     waiting, key, label = [], f"{folder}/{stem}", None
-                problem = TOO_LARGE if member.size > MAX_BYTES else None
-                problem = "stored as a sparse file" if member.issparse() else problem
+                large = TOO_LARGE if member.size > MAX_BYTES else None
+                problem = "stored as a sparse file" if member.issparse() else large
                 stream.seek(member.offset_data)
                 data = b"" if problem else stream.read(member.size)
                 if ending.lower() in ("cls", "json"):
@@ -212,7 +183,7 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
                     label = label if beside is None else beside
                     continue
                 fallback, place = folder.rpartition("/")[2] or own, f"{file.name}:{path}"
-                found = FoundFiles(file.name, member.offset_data, place, fallback, data, problem)
+                found = FoundImage(file.name, member.offset_data, place, fallback, data, problem)
                 waiting.append(found)
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
@@ -225,7 +196,7 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
         ) from error
 
 
-def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
+def _labelled(waiting: list[FoundImage], label: str | None) -> Iterator[FoundImage]:
     """Give the images of a sample the label of the file beside them, if it has one."""
     for image in waiting:
         yield image if label is None else replace(image, label=label)
@@ -250,7 +221,7 @@ def _label_of(value: object) -> str:
     return "" if text in ("-1", "-1.0") else text
 
 
-def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+def _read_parquet(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
@@ -276,7 +247,7 @@ def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
             for value, own in pairs:
                 found: Any = value.get("bytes") if isinstance(value, dict) else value
                 data = found if isinstance(found, bytes) else b""
-                yield FoundFiles(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
+                yield FoundImage(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
                 row += 1
     except StorageError:
         raise
