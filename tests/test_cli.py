@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -22,6 +22,7 @@ from rayapp import config
 from rayapp.__main__ import main
 from rayapp.cli import COMMANDS, first, jobs
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, fields, load
+from rayapp.config.optimizers import ImageOptimizerName, OptimizerName
 from rayapp.config.text import flatten
 from rayapp.driver import checks
 from rayapp.finetune import check
@@ -231,9 +232,9 @@ def test_init_writes_a_config_that_can_be_planned_and_trained(
     ("words", "wanted"),
     [
         (["rayapp", "fi"], ["finetune"]),
-        (["rayapp", "finetune", "--train.optimizer", "="], ["adamw", "adamw8bit", "muon"]),
+        (["rayapp", "finetune", "--train.optimizer", "="], [*get_args(OptimizerName)]),
         (["rayapp", "finetune", "--train.optimizer", "=", "mu"], ["muon"]),
-        (["rayapp", "vision", "--train.optimizer", "="], ["sgd", "lars", "adamw"]),
+        (["rayapp", "vision", "--train.optimizer", "="], [*get_args(ImageOptimizerName)]),
         (["rayapp", "finetune", "--run.na"], ["--run.name="]),
         (["rayapp", "vision", "--train.images"], ["--train.images_per_step="]),
         (["rayapp", "plan", "de"], ["demo.yaml"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,8 @@ from published_runs import DOC, RUNS, machine, table
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, load
+from rayapp.config.language import Checkpointing
+from rayapp.config.optimizers import OptimizerName
 from rayapp.hardware import GPUS, INSTANCES
 from rayapp.planner.flops import mean_context
 from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
@@ -102,9 +104,9 @@ LAYOUTS = st.builds(
     shards=st.sampled_from([1, 2, 8, 64]),
     micro_batch=st.integers(1, 8),
     seq_len=st.sampled_from([256, 2048, 8192]),
-    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    checkpointing=st.sampled_from(get_args(Checkpointing)),
     precision=st.sampled_from(["fp32", "bf16"]),
-    optimizer=st.sampled_from(["adamw", "adamw8bit", "muon"]),
+    optimizer=st.sampled_from(get_args(OptimizerName)),
     compiled=st.booleans(),
     lora_rank=st.sampled_from([None, 16]),
     loss_chunk=st.sampled_from([0, 1024, 4096]),

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayapp.config.language import Precision
-from rayapp.config.vision import ImageOptimizer, ImageStrategy
+from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName
+from rayapp.config.vision import ImageStrategy
 from rayapp.planner.image_shape import ImageShape
 from rayapp.planner.memory import FP32, Peak
 
-# fp32 numbers that the optimizer keeps per parameter.
-STATES: dict[ImageOptimizer, int] = {"sgd": 1, "lars": 1, "adamw": 2}
 # Bytes of cuDNN's workspace for its fastest algorithm. Estimate: half a GiB, not measured.
 WORKSPACE_BYTES = 2**29
 
@@ -30,7 +29,7 @@ class ImageLayout:
     micro_batch: int
     strategy: ImageStrategy = "ddp"
     precision: Precision = "bf16"
-    optimizer: ImageOptimizer = "sgd"
+    optimizer: ImageOptimizerName = "sgd"
     compiled: bool = False
     averaged: bool = False
     """A moving average of the weights is kept."""
@@ -66,7 +65,8 @@ class ImageLayout:
 
     def checkpoint_bytes(self) -> float:
         """Return the bytes of one checkpoint, all ranks together."""
-        return FP32 * self.trainable * (1.0 + STATES[self.optimizer] + self.averaged)
+        moments = OPTIMIZERS[self.optimizer].moment_bytes
+        return self.trainable * (FP32 * (1.0 + self.averaged) + moments)
 
     def model_flops(self, context: float) -> float:
         """Return the model FLOPs per training image; `context` is unused."""
@@ -92,7 +92,7 @@ def image_peak(layout: ImageLayout) -> Peak:
     terms = {
         "parameters": FP32 * parameters / shards,
         "gradients": FP32 * parameters / shards,
-        "optimizer": FP32 * STATES[layout.optimizer] * parameters / shards,
+        "optimizer": OPTIMIZERS[layout.optimizer].moment_bytes * parameters / shards,
         "average": FP32 * parameters / shards if layout.averaged else 0.0,
         "gathers": copies + gathers,
         "activations": layout.micro_batch * kept_image_bytes(layout),

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 
+from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
-from rayapp.planner.image_memory import STATES, ImageLayout
+from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import Convolution
 from rayapp.planner.memory import FP32
 from rayapp.planner.times import (
@@ -162,7 +163,6 @@ def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: fl
 
 def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
     """Return the seconds of the optimizer step and the update of the moving average."""
-    states = STATES[layout.optimizer]
-    times = 3 + 2 * states + (3 if layout.averaged else 0)  # fp32 reads and writes per parameter
-    moved = FP32 * times * layout.trainable / layout.shards
+    each = OPTIMIZERS[layout.optimizer].moved_bytes + (3 * FP32 if layout.averaged else 0)
+    moved = each * layout.trainable / layout.shards
     return moved / (TRAFFIC * gpu.memory_bytes_per_s)

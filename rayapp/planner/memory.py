@@ -15,10 +15,11 @@ rayapp/train/trace.py runs the real step on fake tensors, and tests compare thes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import assert_never
 
-from rayapp.config.language import Checkpointing, Optimizer, Precision, Strategy
+from rayapp.config.language import Checkpointing, Precision, Strategy
+from rayapp.config.optimizers import OPTIMIZERS, OptimizerName
 from rayapp.hardware import GIB
 from rayapp.planner.flops import model_flops
 from rayapp.planner.measured import Frozen
@@ -36,9 +37,7 @@ PROCESS_BYTES = 0.85 * GIB
 # Bytes that the caching allocator reserves beyond live tensors, as a fraction of activations,
 # logits and gathered parameters. Estimate; compared with published runs' GiB in docs/plan.md.
 FRAGMENTATION = 0.05
-# Bytes per value, with scales: 8-bit moments have one fp32 scale per 256 values (torchao), nf4 has
-# one per 64 (bitsandbytes).
-BYTES_8BIT = 1 + 4 / 256
+# Bytes per value: nf4 has an fp32 scale per 64 values (bitsandbytes).
 BYTES_NF4 = 0.5 + 4 / 64
 
 
@@ -54,7 +53,7 @@ class Layout:
     strategy: Strategy = "full_shard"
     checkpointing: Checkpointing = "none"
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     compiled: bool = False
     loss_chunk: int = 4096
     frozen: Frozen = field(default_factory=Frozen)
@@ -220,35 +219,33 @@ def state_bytes(layout: Layout) -> dict[str, float]:
     return {
         "parameters": (frozen + FP32 * trainable) / shards,
         "gradients": FP32 * trainable / shards,
-        "optimizer": _optimizer_bytes(layout, trainable) / shards,
+        "optimizer": _moment_bytes(layout) / shards,
     }
 
 
 def checkpoint_bytes(layout: Layout) -> float:
-    """Return the bytes of a checkpoint: trained parameters and optimizer state, each stored once.
-
-    8-bit moments are saved as fp32 values, because any number of ranks can shard those.
-    """
-    trainable = float(layout.trainable)
-    wide = replace(layout, optimizer="adamw") if layout.optimizer == "adamw8bit" else layout
-    return FP32 * trainable + _optimizer_bytes(wide, trainable)
+    """Return the bytes of a checkpoint: trained parameters and moments, each stored once."""
+    return FP32 * layout.trainable + _moment_bytes(layout, saved=True)
 
 
-def _optimizer_bytes(layout: Layout, trainable: float) -> float:
-    if layout.optimizer == "adamw":
-        return 2 * FP32 * trainable
-    if layout.optimizer == "adamw8bit":
-        wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
-        wide -= layout.frozen.tables
-        return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
-    if layout.optimizer != "muon":
-        assert_never(layout.optimizer)
-    shape = layout.shape
-    matrices = shape.total(
-        lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
-    )
-    matrices -= layout.frozen.matrices
-    return FP32 * matrices + 2 * FP32 * (trainable - matrices)
+def _moment_bytes(layout: Layout, *, saved: bool = False) -> float:
+    """Return the bytes of the optimizer's moments, of all ranks: in memory, or `saved`."""
+    shape, trainable, adamw = layout.shape, float(layout.trainable), OPTIMIZERS["adamw"]
+    chosen = OPTIMIZERS[layout.optimizer]
+    match chosen.updates:
+        case "all":
+            updated = trainable
+        case "all but embeddings":
+            tables = shape.embedding_parameters if layout.lora_rank is None else 0
+            updated = trainable - tables + layout.frozen.tables
+        case "hidden matrices":
+            updated = -layout.frozen.matrices + shape.total(
+                lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
+            )
+        case _:
+            assert_never(chosen.updates)
+    each = chosen.saved_bytes if saved and chosen.saved_bytes else chosen.moment_bytes
+    return each * updated + adamw.moment_bytes * (trainable - updated)
 
 
 def _adapter_bytes(layout: Layout) -> float:

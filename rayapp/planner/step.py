@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
 from rayapp.planner.flops import Flops, backward_flops, forward_flops, recomputed_flops
 from rayapp.planner.memory import FP32, Layout, kept_bytes
@@ -48,6 +49,8 @@ ATTENTION_BACKWARD = 0.35
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
 # Host memory bandwidth of one rank in bytes/s, for an optimizer on the CPU. Estimate.
 HOST_BYTES_PER_S = 20e9
+# Bytes that clipping reads and writes for a trainable parameter: the norm, then the scaling.
+CLIP_BYTES = 12
 # Seconds of FSDP's hooks per block and direction (forward, backward). Estimate.
 HOOKS_S = 2e-4
 
@@ -240,8 +243,7 @@ def _kernels(layout: Layout) -> int:
 
 def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
     """Return the seconds of gradient clipping and a fused step, bound by memory traffic."""
-    # Bytes read and written per trainable parameter. Estimates.
-    bytes_each = {"adamw": 40, "adamw8bit": 26, "muon": 60}[layout.optimizer]
+    bytes_each = CLIP_BYTES + OPTIMIZERS[layout.optimizer].moved_bytes
     shard = layout.trainable / layout.shards
     if layout.cpu_offload:
         return shard * bytes_each / HOST_BYTES_PER_S
