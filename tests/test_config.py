@@ -487,7 +487,7 @@ def test_a_config_is_frozen_and_pickles() -> None:
 
 
 def test_an_optimizer_may_have_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {name for name, each in OPTIMIZERS.items() if each.defaults} == set()  # as they were
+    assert not any(OPTIMIZERS[name].defaults for name in ("adamw", "adamw8bit", "muon", "sgd"))
     own = replace(OPTIMIZERS["muon"], defaults={"lr": 1e-4, "betas": (0.9, 0.99)})
     monkeypatch.setattr(optimizers, "OPTIMIZERS", {**OPTIMIZERS, "muon": own})
     found = [load(None, {"train.optimizer": name}).train for name in ("muon", "adamw")]

@@ -49,7 +49,7 @@ NO_AREA = ("data.crop_scale", "0, 0")  # refused: both ends of a crop's area are
 
 
 class PlantedTrain(Train):
-    optimizer: Literal["adamw", "lion"] = "adamw"  # type: ignore[assignment]
+    optimizer: Literal["adamw", "planted"] = "adamw"  # type: ignore[assignment]
 
 
 class Planted(Config):
@@ -103,11 +103,11 @@ def test_two_values_together_are_planned_or_refused(kind: type[RunConfig]) -> No
 
 
 def test_a_value_that_the_planner_does_not_know_is_found() -> None:
-    assert ("train.optimizer", "lion") in single(Planted)
+    assert ("train.optimizer", "planted") in single(Planted)
     with pytest.raises(KeyError) as caught:
         for name, value in single(Planted):
             planned(Planted, {"cluster.instance": "none", name: value})
-    assert "'train.optimizer': 'lion'" in str(caught.value.__notes__)
+    assert "'train.optimizer': 'planted'" in str(caught.value.__notes__)
 
 
 @pytest.mark.parametrize("kind", KINDS)
