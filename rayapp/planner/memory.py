@@ -10,7 +10,7 @@ start of the blocks' backward (recomputed activations
 and gradients on top), its end (gradients of all blocks exist), the backward of the root (embedding,
 head and final norm), and the optimizer's step. The bytes that a block keeps for its backward are
 counted operation by operation from transformers' modules and PyTorch's autograd.
-rayapp/train/trace.py runs the real step on fake tensors, and tests compare these formulas with it.
+Tests compare these formulas with the real step on fake tensors.
 """
 
 from __future__ import annotations

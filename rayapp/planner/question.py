@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rayapp import hardware
-from rayapp.config import Config, ConfigError, VisionConfig
+from rayapp.config import Config, ConfigError, Lora, VisionConfig
 from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.language import Precision
 from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
-from rayapp.planner.measured import Frozen, ReadModel
+from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
@@ -38,6 +38,19 @@ from rayapp.presets import PRESETS, config_of
 
 class UnknownModel(ConfigError):
     """Neither a formula nor the caller's function gives the model's shape."""
+
+
+class ReadModel(Protocol):
+    """Read the shape of a model that has no formula here from what transformers builds of it."""
+
+    def __call__(
+        self, config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None
+    ) -> Shape:
+        """Return the shape that a config.json describes.
+
+        Raises:
+            UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+        """
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from memory_trace import trace
 from support.architectures import ARCHITECTURES, COMMON, Architecture
 
 from rayapp import model
@@ -19,9 +20,8 @@ from rayapp.planner.memory import Layout, kept_bytes, peak_memory
 from rayapp.planner.shape import UnknownShape, lora_parameters, shape_of
 from rayapp.planner.step import block_traffic_bytes
 from rayapp.presets import config_of
+from rayapp.train.model_reading import read
 from rayapp.train.planning import plan
-from rayapp.train.reading import read
-from rayapp.train.trace import trace
 
 FAMILIES = ["llama3.1-8b", "mathstral-7b", "llama2-70b", "mixtral-8x7b", "qwen3-4b", "dolly-v2-7b"]
 BY_KIND = {each.kind: each for each in ARCHITECTURES}
@@ -224,14 +224,14 @@ def test_qwen3_30b_a3b_has_its_published_numbers() -> None:
 
 
 def test_a_model_is_read_once_for_the_questions_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayapp.train import planning, reading
+    from rayapp.train import model_reading, planning
 
     values = BY_KIND["Qwen3_5MoeText"].config().to_dict()
     asked = {"seq_len": 16, "fp32": False, "lora": None}
-    before = reading.read(values, **asked)
+    before = model_reading.read(values, **asked)
     calls: list[str] = []
     monkeypatch.setattr(
-        reading, "read", lambda config, **more: calls.append(config["model_type"]) or before
+        model_reading, "read", lambda config, **more: calls.append(config["model_type"]) or before
     )
     planning._read.cache_clear()
     assert planning.read(values, **asked) == planning.read(values, **asked) == before
