@@ -25,15 +25,14 @@ from rich.console import Console
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, RunConfig, Train, VisionConfig, load
-from rayapp.data.images import local_steps
+from rayapp.data.images.batches import local_steps
 from rayapp.hardware import INSTANCES
 from rayapp.planner import show
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
-from rayapp.vision import check as vision
-from rayapp.vision.prepare import order_of
-from rayapp.vision.rows import transform_of
+from rayapp.vision import classifier_run as vision
+from rayapp.vision.classifier_run import order_of
 
 KINDS = (Config, VisionConfig)
 MACHINES = ("p5.48xlarge", "p4d.24xlarge", "p3.8xlarge", "m7i.4xlarge", "none")
@@ -260,7 +259,7 @@ def test_every_value_of_a_classifier_trains_a_step_or_is_refused(tmp_path: Path)
 
 def _train_images(rank: int, world: int, specs: list[ImageSpec]) -> None:
     for spec in specs:
-        rows, look = spec.data.rows("train"), transform_of(spec.config)
+        rows, look = spec.data.rows("train"), spec.config.data
         steps = list(itertools.islice(local_steps(rows, look, spec.order, rank, world, 0), 1))
         try:
             train_rank(spec, RankContext(torch.device("cpu"), lambda first, steps=steps: steps))

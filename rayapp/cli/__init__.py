@@ -3,7 +3,6 @@
 first.py     init, completion
 data.py      data, prepare
 plans.py     plan, presets
-staging.py   stage
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
@@ -20,7 +19,6 @@ COMMANDS = {  # name: module and function
     "prepare": "cli.data.prepare",
     "plan": "cli.plans.plan",
     "presets": "cli.plans.presets",
-    "stage": "cli.staging.stage",
     "preflight": "cli.jobs.preflight",
     "submit": "cli.jobs.submit",
     "resume": "cli.jobs.resume",

@@ -14,9 +14,8 @@ from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import read_plan
 from rayapp.planner.shape import shape_of
 from rayapp.planner.trained import text_section
+from rayapp.presets import IMAGE_PRESETS, config_of
 from rayapp.presets import PRESETS as LANGUAGE
-from rayapp.presets import config_of
-from rayapp.presets.images import IMAGE_PRESETS
 from rayapp.storage import open_storage
 
 PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]

@@ -25,7 +25,7 @@ from rayapp.config.fields import (
 )
 from rayapp.config.lora import Lora
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
-from rayapp.config.sections import SCHEDULE, RunConfig
+from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
 from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.tasks import Tasks
 from rayapp.config.text import shown
@@ -270,14 +270,9 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     micro_batch = train.micro_batch or 1  # auto takes what divides the step
     unit = micro_batch * data.seq_len
     if train.tokens_per_step % unit:
-        below = train.tokens_per_step // unit * unit
-        legal = " or ".join(f"{value:_}" for value in (below, below + unit) if value)
-        yield (
-            ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
-            f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
-            f"number of micro-batches of {micro_batch} rows x {data.seq_len} tokens = "
-            f"{unit}. Set train.tokens_per_step={legal}",
-        )
+        field, rows = "train.tokens_per_step", f"{micro_batch} rows x {data.seq_len} tokens"
+        problem = indivisible(field, train.tokens_per_step, unit, f"{rows} = {unit}")
+        yield (field, "train.micro_batch", "data.seq_len"), problem
     if data.mixture and train.max_steps is None:
         yield (
             ("data.mixture", "train.max_steps"),

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from rayapp.config import DATA_LABEL
 from rayapp.data import sources
-from rayapp.data.recipe import RowRecipe
 
 LOST = "lost"
 NODE_LABEL = "ray.io/node-id"  # which Ray gives to each node
@@ -34,21 +33,23 @@ class Task(Protocol):
     def unit(self) -> sources.ReadUnit:
         """What it reads."""
 
-    def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it, for a folder of rows below `url`."""
+    def run(self, recipe: Any, url: str, folder: str) -> None:
+        """Do it by its recipe, for a folder of rows or of an index below `url`."""
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def run_tasks(
-    recipes: Sequence[RowRecipe],
+    recipes: Sequence[Any],
     url: str,
     tasks: Sequence[AnyTask],
     concurrency: int | None,
     num_cpus: float | None = None,
 ) -> Iterator[AnyTask]:
     """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
+
+    `recipes` are of rows, or of an index of images.
 
     Each reserves `num_cpus` in Ray, by default one. They run on the nodes that prepare data, if the
     cluster has such, and on others where these are busy or gone. Tasks that reserve nothing are at
@@ -141,7 +142,7 @@ def _first(*labels: dict[str, str]) -> dict[str, Any]:
     return {"label_selector": labels[0], "fallback_strategy": others}
 
 
-def _without_files(recipe: RowRecipe) -> RowRecipe:
+def _without_files(recipe: Any) -> Any:
     """Drop the lists of files, which may be long: a unit names its own."""
     held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
     return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
@@ -155,7 +156,7 @@ def _attempts() -> int:
     return int(worker.core_worker.get_current_task_attempt_number())
 
 
-def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
+def _lost(recipe: Any, origin: str, unit: sources.ReadUnit) -> str:
     """Return the error text for a unit that killed every process that prepared it."""
     source = recipe.source if origin == "train" else recipe.eval_source
     assert source is not None

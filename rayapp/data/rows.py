@@ -247,9 +247,7 @@ class TokenRows:
 
 def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
     """Read the rows that `rank` of `world` takes in a step."""
-    ids = order.micro_batches(step, rank, world)  # [m, b]
-    numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
-    positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
+    ids, positions = order.micro_batches(step, rank, world), order.places(rank, world)  # [m, b]
     records = rows.read(ids.ravel())
     shape = ids.shape
     return StepRows(

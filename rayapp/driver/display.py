@@ -220,6 +220,11 @@ def next_steps(result: RunResult) -> list[str]:
     return lines
 
 
+def fact(console: Console, label: str, text: str) -> None:
+    """Print one line of a plan: what it is about, and the plain text."""
+    console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
+
+
 def plain(text: str) -> str:
     """Escape text so that rich prints it literally."""
     return text.replace("[", r"\[")

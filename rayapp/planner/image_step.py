@@ -63,7 +63,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     """
     layout, machine = job.layout, job.machine
     gpu, count = machine.gpu, layout.micro_batch
-    rate = convolution_rate(gpu, layout.precision)
+    rate = _convolution_rate(gpu, layout.precision)
     bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
     passes = [_convolution_s(layer, layout, rate, gpu) for layer in layout.shape.layers]
     convolutions = count * (3 * sum(passes) - passes[0])  # pixels need no gradient
@@ -84,12 +84,8 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     )
 
 
-def convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s that convolutions reach.
-
-    Raises:
-        ValueError: the GPU cannot compute so.
-    """
+def _convolution_rate(gpu: Gpu, precision: str) -> float:
+    """Return the FLOP/s that convolutions reach; raise ValueError if the GPU cannot compute so."""
     peak = gpu.flops.get(precision)
     if peak is None:
         raise no_precision(gpu, precision)
@@ -101,7 +97,7 @@ def convolution_rate(gpu: Gpu, precision: str) -> float:
 def _convolution_s(layer: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
     """Return the seconds of one pass of a layer over one image; a backward counts as two passes."""
     moved = layout.element * (layer.read + layer.written) / gpu.memory_bytes_per_s
-    if layer.depthwise:
+    if layer.groups > 1:
         plain = gpu.flops["fp32"]
         assert plain is not None, gpu.name
         return max(2 * layer.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, Lora, VisionConfig
@@ -18,7 +18,7 @@ from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.language import Precision
 from rayapp.hardware import Instance
 from rayapp.planner.flops import mean_context
-from rayapp.planner.image_memory import ImageLayout
+from rayapp.planner.image_memory import ImageLayout, image_layout
 from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
 from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
@@ -130,12 +130,13 @@ def spare_cpus(instance: Instance, nodes: int, workers: int) -> int:
 
 
 def ask(
-    config: Config,
+    config: Config | VisionConfig,
     *,
     region: str = hardware.DEFAULT_REGION,
     usd_per_hour: float | None = None,
     steps: int | None = None,
     model: Mapping[str, Any] | None = None,
+    images: int | None = None,
     capacity_gib: float | None = None,
     on_cpu: bool = False,
     read: ReadModel | None = None,
@@ -145,36 +146,39 @@ def ask(
 
     `model` is the model's config.json, overrides included, if the caller has it. If the config
     names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it has no GPU.
-    `read` reads a model that no formula is for, `count` counts what train.freeze names.
+    `read` reads a model that no formula is for, `count` counts what train.freeze names. `images` is
+    the number of training images of a classifier, by default `data.count`.
+
+    Replicated weights are planned for the most workers that the config allows, since a GPU's memory
+    does not depend on their number; sharded weights for the fewest.
 
     Raises:
         ConfigError: with every problem; UnknownModel if the only one is that nothing knows the
             model's shape.
     """
     problems: list[str] = []
-    values = _model_values(config, model, problems)
     instance = named_instance(config, problems)
-    workers, nodes = workers_of(config, instance)
+    workers, nodes = workers_of(config, instance, most=config.parallel.strategy == "ddp")
     shards = replica_shards(config, workers, nodes, problems)
-    precision = _precision(config.train.precision, instance)
-    shape = None if values is None else _shape(config, values, precision, read, problems)
-    if problems or shape is None:
-        raise (UnknownModel if values and len(problems) == 1 and not shape else ConfigError)(
-            problems
-        )
+    precision = _precision(config, instance)
+    layout: Layout | ImageLayout | None
+    if isinstance(config, VisionConfig):
+        images = images or config.data.count
+        layout = image_layout(config, model, precision, problems)
+    else:
+        layout = _language_layout(config, model, precision, read, count, problems)
+    if problems or layout is None:
+        unknown = layout is None and len(problems) == 1
+        raise (UnknownModel if unknown else ConfigError)(problems)
     rows = config.rows_per_step
-    size = config.train.micro_batch or 1  # auto starts at one row
-    micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, shape, precision, shards, size, micro_batches)
+    micro_batches = per_worker(rows, layout.micro_batch, workers)
     no_gpu = instance.gpu is None if instance is not None else on_cpu
-    layout = replace(layout, on_cpu=no_gpu)
-    if count is not None and values is not None and config.train.freeze:
-        layout = replace(layout, frozen=count(values, config.train.freeze))
+    layout = replace(layout, shards=shards, accumulates=micro_batches > 1, on_cpu=no_gpu)
     job = None
     if instance is not None and instance.gpu is not None:
         used = -(-workers // nodes)
         # Documents' lengths are unknown here; those of packed rows are shorter than the row.
-        context = mean_context([config.data.seq_len])
+        context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
         job = Workload(layout, machine_of(instance, nodes, used), context, micro_batches)
     return Question(
         name=config.run.name,
@@ -184,13 +188,23 @@ def ask(
         nodes=nodes,
         workers=workers,
         rows_per_step=rows,
-        steps=steps if steps is not None else config.train.max_steps,
+        steps=steps if steps is not None else _steps_of(config, images),
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
         keep=config.checkpoint.keep,
         capacity_gib=None if instance is not None else capacity_gib,
+        epoch_rows=images,
+        spare_cpus=None if instance is None else spare_cpus(instance, nodes, workers),
     )
+
+
+def _steps_of(config: Config | VisionConfig, rows: int | None) -> int | None:
+    """Return train.max_steps, else the steps of all epochs; None if the rows are not known."""
+    train = config.train
+    if train.max_steps is not None or rows is None:
+        return train.max_steps
+    return -(-rows * (train.epochs or 1) // config.rows_per_step)
 
 
 def replica_shards(
@@ -215,19 +229,24 @@ def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count is not None}
 
 
-def _layout(
+def _language_layout(
     config: Config,
-    shape: Shape,
+    model: Mapping[str, Any] | None,
     precision: Precision,
-    shards: int,
-    micro_batch: int,
-    micro_batches: int,
-) -> Layout:
+    read: ReadModel | None,
+    count: Callable[[Mapping[str, Any], tuple[str, ...]], Frozen] | None,
+    problems: list[str],
+) -> Layout | None:
+    """Return the layout on one worker; None, with a new problem, if the shape is not known."""
+    values = _model_values(config, model, problems)
+    shape = None if values is None else _shape(config, values, precision, read, problems)
+    if values is None or shape is None:
+        return None
     train, parallel, lora = config.train, config.parallel, config.model.lora
-    return Layout(
+    layout = Layout(
         shape=shape,
-        shards=shards,
-        micro_batch=micro_batch,
+        shards=1,
+        micro_batch=train.micro_batch or 1,  # auto starts at one row
         seq_len=config.data.seq_len,
         strategy=parallel.strategy,
         checkpointing=parallel.activation_checkpointing,
@@ -244,15 +263,20 @@ def _layout(
         quantize=lora.quantize if lora else "none",
         cpu_offload=parallel.cpu_offload,
         activation_offload=parallel.activation_offload,
-        accumulates=micro_batches > 1,
     )
+    if count is not None and train.freeze:
+        return replace(layout, frozen=count(values, train.freeze))
+    return layout
 
 
-def _precision(wanted: Precision | Literal["auto"], instance: Instance | None) -> Precision:
-    if wanted != "auto":
-        return wanted
-    has_bf16 = instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None
-    return "bf16" if has_bf16 else "fp32"
+def _precision(config: Config | VisionConfig, instance: Instance | None) -> Precision:
+    """Return train.precision; for auto what the GPU has. Images take fp32 on CPUs."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    gpu = None if instance is None else instance.gpu
+    if gpu is None:
+        return "fp32" if isinstance(config, VisionConfig) else "bf16"
+    return "bf16" if gpu.flops["bf16"] is not None else "fp32"
 
 
 def _model_values(

@@ -33,6 +33,21 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
     return planner.plan(config, **more)
 
 
+def forecast(config: Config | VisionConfig, shape: Any, **known: Any) -> planner.Answer | None:
+    """Plan a run from the shape of its model (a transformers config).
+
+    `known` says what the config does not: steps, images, or the machine (see `planner.ask`).
+    Returns None if the planner has no formula for the architecture and it cannot be read.
+
+    Raises:
+        ConfigError: the instance is unknown, or cannot compute in this precision.
+    """
+    try:
+        return plan(config, model=shape.to_dict(), **known)
+    except planner.UnknownModel:
+        return None
+
+
 def _gguf_values(config: Config) -> Mapping[str, Any] | None:
     """Return the config.json of a local GGUF file that model.path names; None if it names none."""
     path = Path(config.model.path).expanduser()

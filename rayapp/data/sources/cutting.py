@@ -37,7 +37,7 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     """
     unit_bytes = max(UNIT_BYTES, -(-source.num_bytes // MAX_UNITS))
     pieces = _all_pieces(source, eval_fraction, unit_bytes)
-    return with_blocks(source, _grouped(pieces, unit_bytes), UNIT_BYTES)
+    return with_blocks(source, grouped(pieces, unit_bytes), UNIT_BYTES)
 
 
 def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list[ReadUnit]:
@@ -94,7 +94,7 @@ def _all_pieces(
         return [piece for each in found for piece in each]
 
 
-def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
+def grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
     """Group consecutive (piece, bytes) into units of at most `unit_bytes`, or one larger piece."""
     grouped: list[ReadUnit] = []
     current: list[Piece] = []

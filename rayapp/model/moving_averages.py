@@ -1,9 +1,13 @@
-"""Batch-norm whose statistics do not depend on the number of workers, unless `synchronized`.
+"""What a classifier keeps as moving averages: batch-norm's statistics, and averaged weights.
 
     use_batch_norm(hf, synchronized=False)       # before sharding
     settling = Settling(batch_norms(hf))         # after a step's last forward pass, on all ranks
     settling.finish()                            # once it is known that the step counts
+    average = Average(model, decay=0.9999)
+    average.update()                             # after each step
+    with average.in_place(): evaluate, export
 
+Batch-norm's statistics do not depend on the number of workers, unless `synchronized`.
 Each micro-batch is normalised by its own mean and variance, and micro-batches are the same for any
 number of workers. So are the running statistics: once per step they are updated with the mean over
 all micro-batches of all ranks. `synchronized` normalises the micro-batches that the ranks process
@@ -13,13 +17,17 @@ images; PyTorch's own SyncBatchNorm refuses CPU tensors (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from rayapp.model.init import local_part
+from rayapp.model.sharding import reshard
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -137,12 +145,11 @@ class Settling:
     @torch.no_grad()
     def __init__(self, layers: Sequence[BatchNorm]) -> None:
         """Start an asynchronous all-reduce; all ranks call it together."""
-        self._layers = [layer for layer in layers if layer._sums is not None]
+        found = [(layer, layer._sums) for layer in layers if layer._sums is not None]
+        self._layers = [layer for layer, _ in found]
         self._work: Any = None
-        if self._layers:
-            self._whole = torch.cat(
-                [layer._sums for layer in self._layers if layer._sums is not None]
-            )
+        if found:
+            self._whole = torch.cat([sums for _, sums in found])
             self._work = dist.all_reduce(self._whole, async_op=True)
         discard(layers)
 
@@ -172,3 +179,48 @@ def discard(layers: Sequence[BatchNorm]) -> None:
     """Drop the statistics of forward passes that must not count."""
     for layer in layers:
         layer._sums = None
+
+
+class Average:
+    """An exponential moving average of a model's weights and statistics, sharded like them.
+
+    It starts at the current values.
+
+    The decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's, so that the starting
+    values fade quickly.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        buffers = {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+        self._live: dict[str, Tensor] = dict(model.named_parameters()) | buffers  # tied ones once
+        self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self.tensors["updates"] = torch.zeros((), dtype=torch.int64)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the current weights, once per step."""
+        updates = self.tensors["updates"]
+        updates += 1
+        decay = min(self._decay, (1 + int(updates)) / (10 + int(updates)))
+        own = [local_part(self.tensors[name]) for name in self._live]
+        live = [local_part(tensor.detach()) for tensor in self._live.values()]
+        torch._foreach_lerp_(own, live, 1.0 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Give the model the averaged weights inside the `with` block, its own ones after it."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        reshard(self._model)  # gathered parameters would keep their old values
+        for name, tensor in self._live.items():
+            live, own = local_part(tensor.detach()), local_part(self.tensors[name])
+            kept = live.clone()
+            live.copy_(own)
+            own.copy_(kept)

@@ -11,15 +11,15 @@ from pictures import as_folder, drawn, indexed
 from rich.console import Console
 
 from rayapp.config import VisionConfig, from_dict
-from rayapp.data.images import Images
+from rayapp.data.images.index import Images
 from rayapp.model.classifier import shape_of_classifier
 from rayapp.observe.activity import Phases
 from rayapp.planner import size_problem
 from rayapp.storage import open_storage
+from rayapp.train.planning import forecast
 from rayapp.train.spec import ImageSpec
-from rayapp.vision import check as checks
-from rayapp.vision import prepare, train_classifier
-from rayapp.vision.check import forecast
+from rayapp.vision import classifier_run, train_classifier
+from rayapp.vision import classifier_run as checks
 
 
 def config(path: str = "resnet50", size: int = 224, **cluster: Any) -> VisionConfig:
@@ -36,18 +36,18 @@ def config(path: str = "resnet50", size: int = 224, **cluster: Any) -> VisionCon
     return found
 
 
-def shape(path: str) -> Any:
-    return shape_of_classifier(path, {}, ())[0]
+def shape(path: str, classes: int = 0) -> Any:
+    return shape_of_classifier(path, {}, [f"class {n}" for n in range(classes)])[0]
 
 
 def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
     large = config("efficientnet-b7", 600, instance="p4d.24xlarge")
-    problem = size_problem(forecast(large, shape("efficientnet-b7"), 1000))
+    problem = size_problem(forecast(large, shape("efficientnet-b7", 1000)))
     assert problem is not None
     assert problem.startswith("cluster.instance=p4d.24xlarge is too small: the plan is 1")
     assert "train.micro_batch=" in problem
     assert problem.endswith("or cluster.ignore_plan=true to start anyway")
-    assert size_problem(forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 1000)) is None
+    assert size_problem(forecast(config(instance="p4d.24xlarge"), shape("resnet50", 1000))) is None
 
 
 def test_what_is_not_known_is_no_misfit() -> None:
@@ -59,7 +59,7 @@ def test_what_is_not_known_is_no_misfit() -> None:
 
 def test_the_forecast_knows_what_was_counted() -> None:
     counted = {"steps": 100, "images": 25_600}
-    found = forecast(config(instance="p4d.24xlarge"), shape("resnet50"), 10, **counted)
+    found = forecast(config(instance="p4d.24xlarge"), shape("resnet50", 10), **counted)
     assert found is not None and found.hours is not None and found.epoch_hours is not None
     assert found.question.steps == 100
     assert found.question.layout.shape.parameters == 25_557_032 - 990 * 2049
@@ -88,7 +88,7 @@ def planned(
     """Return the plan.json of a run up to its start, its images and its job."""
     root = as_folder(tmp_path / "images", drawn(3, 8))
     images = indexed(root, open_storage(str(tmp_path / "index")))
-    monkeypatch.setattr(prepare, "index", lambda *_: images)
+    monkeypatch.setattr(classifier_run, "index", lambda *_: images)
     tree = {
         "task": "vision",
         "run": {"storage": str(tmp_path), "name": "r"},
@@ -100,7 +100,7 @@ def planned(
     described = from_dict(tree)
     assert isinstance(described, VisionConfig)
     ready = checks.check(described, 8, 0)
-    spec, _ = prepare.prepare(ready, gpus, Console(quiet=True), Phases())
+    spec, _ = classifier_run.prepare(ready, gpus, Console(quiet=True), Phases())
     return json.loads(open_storage(str(tmp_path / "r")).read("plan.json")), images, spec
 
 

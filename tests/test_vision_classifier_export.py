@@ -16,7 +16,7 @@ from pictures import as_folder, drawn, indexed
 from reference import images
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from test_vision_trainer import TINY, config_of
+from test_vision_classifier_trainer import TINY, config_of
 from transformers import AutoModelForImageClassification, ResNetConfig, ResNetForImageClassification
 
 from rayapp.model import WrongExport
@@ -27,10 +27,10 @@ from rayapp.model.classifier import (
 )
 from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
-from rayapp.vision import check as checks
-from rayapp.vision import prepare as preparation
-from rayapp.vision import trainer
-from rayapp.vision.prepare import order_of
+from rayapp.vision import classifier_run as checks
+from rayapp.vision import classifier_run as preparation
+from rayapp.vision import classifier_trainer
+from rayapp.vision.classifier_run import order_of
 
 CLASSES = ("checks", "cross", "disc", "dots")
 HEADS = {  # classes of models; crane stands for one that ImageNet has twice
@@ -165,7 +165,7 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
 def spoiling(rank: int, world: int, root: str, case: str) -> None:
     """Train no step, with an export that goes wrong in one way; all ranks raise the same."""
     spoil, said = SPOILT[case]
-    check = trainer.check_export
+    check = classifier_trainer.check_export
 
     def spoilt(spec: Any, classifier: Any, where: Any, *more: Any) -> Any:
         if rank == 0:
@@ -173,7 +173,7 @@ def spoiling(rank: int, world: int, root: str, case: str) -> None:
         torch.distributed.barrier()
         return check(spec, classifier, where, *more)
 
-    trainer.check_export = spoilt
+    classifier_trainer.check_export = spoilt
     fields = {"model__path": f"{root}/seven", "model__overrides": "{}", "train__max_steps": 0}
     config = config_of(Path(root), f"spoilt-{''.join(case.split())}", **fields)
     made = indexed(Path(root, "data"), open_storage(f"{root}/runs/.prepared"), 0.3)

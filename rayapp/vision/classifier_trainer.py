@@ -1,9 +1,13 @@
-"""The Trainer of an image classifier on one rank; rayapp.train.rank trains with it."""
+"""The Trainer of an image classifier on one rank; rayapp.train.rank trains with it.
+
+A classifier is evaluated by its loss, top-1, top-5, each class, and the classes it confuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -12,11 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rayapp import hardware, model
+from rayapp import model
 from rayapp.config.fields import IMAGES
-from rayapp.data.images.batches import held_out_batches
-from rayapp.model.average import Average
-from rayapp.model.batch_norm import Settling, batch_norms, discard, use_batch_norm
+from rayapp.data.images.batches import StepImages, held_out_batches
 from rayapp.model.classifier import (
     Classifier,
     build_classifier,
@@ -25,22 +27,24 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
+from rayapp.model.moving_averages import Average, Settling, batch_norms, discard, use_batch_norm
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import ImageRecord
-from rayapp.observe.records import ExportCheck, Outcome
+from rayapp.observe.records import Classes, HeldOut, Outcome
 from rayapp.observe.run_folder import MODEL
 from rayapp.storage import Storage
+from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.engine import Engine
-from rayapp.train.loss_spikes import Spikes
-from rayapp.train.optimizer import lr_at, make_optimizers
+from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.trainer import Trainer
-from rayapp.vision.evaluation import Scores, evaluate
-from rayapp.vision.exported import check_export
-from rayapp.vision.rows import transform_of
+from rayapp.train.trainer import Trainer, peak_flops
+from rayapp.vision.classifier_export import check_export
+
+CONFUSIONS = 20  # pairs of classes that are listed
+TOP = 5
 
 
 def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
@@ -50,6 +54,8 @@ def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
 
 class ImageTrainer(Trainer):
     """An image classifier and its optimizer on one rank."""
+
+    spec: ImageSpec
 
     def __init__(self, spec: ImageSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -84,43 +90,23 @@ class ImageTrainer(Trainer):
 
     def engine(self, control: Any) -> Engine:
         """Return the loop's engine for a classifier."""
-        spec, train = self.spec, self.spec.config.train
-        engine = Engine(
-            model=self.model,
-            optimizers=self.optimizers,
-            lr_at=partial(
-                lr_at,
-                peak=train.lr,
-                schedule=train.schedule,
-                num_steps=spec.order.num_steps,
-                warmup_steps=train.warmup_steps,
-                floor=train.min_lr,
-                decay=train.decay,
-                first=train.schedule_from,
-            ),
-            device=self.device,
-            grad_clip=train.grad_clip,
-            control=control,
-            rows_per_epoch=spec.order.num_rows,
-            rows_per_step=spec.order.rows_per_step,
-            spikes=Spikes(train.spike_sigmas) if train.on_spike != "none" else None,
+        engine = self.common_engine(
+            control,
+            rows_per_epoch=self.spec.order.num_rows,
             unit=IMAGES,
-            record=partial(image_record, mfu_of(spec, self.device)),
-            skip_bad=train.on_spike == "skip",
+            record=partial(image_record, mfu_per_image(self.spec, self.device)),
             last_of_step=self._last_of_step,
             updated=self._updated,
         )
-        if spec.data.held_out:
+        if self.spec.data.held_out:
             engine.evaluate = lambda step: self.scores(engine).figures()
         return engine
 
     def scores(self, engine: Engine) -> Scores:
         """Classify the held-out images, with the moving average of the weights if there is one."""
-        rows = self.spec.data.rows("eval")
-        micro_batch, transform = self.spec.config.train.micro_batch, transform_of(self.spec.config)
-        batches = held_out_batches(
-            rows, transform, micro_batch, dist.get_rank(), dist.get_world_size()
-        )
+        rows, config = self.spec.data.rows("eval"), self.spec.config
+        ranks = dist.get_rank(), dist.get_world_size()
+        batches = held_out_batches(rows, config.data, config.train.micro_batch, *ranks)
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
@@ -135,20 +121,16 @@ class ImageTrainer(Trainer):
         phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
         if self.spec.config.checkpoint.export:
+            folder, control, data = storage / MODEL, engine.control, self.spec.config.data
             with self.average.in_place() if self.average else nullcontext():
-                outcome["export_check"] = self._export(storage / MODEL, engine.control)
-            outcome["model_path"] = f"{storage.url}/model"
+                model.export(self.classifier, folder)
+                if dist.get_rank() == 0:
+                    write_processor(folder, data.size, data.eval_crop, data.mean, data.std)
+                check = check_export(self.spec, self.classifier, folder, self.device, control)
+            outcome |= {"export_check": check, "model_path": f"{storage.url}/{MODEL}"}
         dist.barrier(group=engine.control)
         phases.end("export")
         return outcome
-
-    def _export(self, folder: Storage, control: Any) -> ExportCheck:
-        """Export the model as it is, and check that it opens."""
-        model.export(self.classifier, folder)
-        if dist.get_rank() == 0:
-            data = self.spec.config.data
-            write_processor(folder, data.size, data.eval_crop, data.mean, data.std)
-        return check_export(self.spec, self.classifier, folder, self.device, control)
 
     def _last_of_step(self, last: bool) -> None:
         """Let DDP sum the gradients over ranks only in the last micro-batch of a step."""
@@ -177,7 +159,7 @@ class ImageTrainer(Trainer):
 
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
     """Build the model, distribute it over ranks, and fill its weights."""
-    config = spec.config
+    config, parallel = spec.config, spec.config.parallel
     shape, source = shape_of_classifier(
         config.model.path, config.model.overrides, spec.data.classes
     )
@@ -189,20 +171,18 @@ def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
         compute=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
         channels_last=config.train.channels_last,
     )
-    use_batch_norm(classifier.hf, config.parallel.sync_batch_norm)
+    use_batch_norm(classifier.hf, parallel.sync_batch_norm)
     if config.train.compile:
         classifier.hf.compile()
-    hybrid = config.parallel.strategy == "hybrid_shard"
-    replicas = (config.parallel.replicas or model.num_nodes()) if hybrid else 1
+    hybrid = parallel.strategy == "hybrid_shard"
+    replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
     weights = None if config.model.from_scratch else source
-    made = distribute(
-        classifier, config.parallel.strategy, weights, config.run.seed, device, replicas
-    )
-    return made.train()
+    seed = config.run.seed
+    return distribute(classifier, parallel.strategy, weights, seed, device, replicas).train()
 
 
 def image_record(
-    mfu: Callable[[int, float], float | None],
+    mfu_per_image: float | None,
     facts: dict[str, Any],
     sums: tuple[int, ...],
     losses: Sums,
@@ -210,31 +190,75 @@ def image_record(
 ) -> ImageRecord:
     """Make a step's record from the loop's fields and the batch's sum, the number of images.
 
-    `busy_s` is the step's seconds without checkpoint stalls and evaluation.
+    `mfu_per_image` is the MFU, 0-1, at one image per second. `busy_s` is the step's seconds without
+    checkpoint stalls and evaluation.
     """
-    (images,) = sums
+    images_per_s = sums[0] / busy_s
     return ImageRecord(
         **facts,
-        images=images,
-        images_per_s=images / busy_s,
-        images_per_s_per_gpu=images / busy_s / facts["workers"],
-        mfu=mfu(images, busy_s),
+        images=sums[0],
+        images_per_s=images_per_s,
+        images_per_s_per_gpu=images_per_s / facts["workers"],
+        mfu=None if mfu_per_image is None else images_per_s * mfu_per_image,
     )
 
 
-def mfu_of(spec: ImageSpec, device: torch.device) -> Callable[[int, float], float | None]:
-    """Return a function of (images, seconds) that computes the MFU, 0-1.
+def mfu_per_image(spec: ImageSpec, device: torch.device) -> float | None:
+    """Return the MFU, 0-1, at one image per second; None on CPUs and where no peak is known.
 
     MFU is model FLOP/s over the peak of all workers' GPUs; a backward pass counts as twice the
-    FLOPs of the forward pass. The function returns None on CPUs and where no peak is known.
+    FLOPs of the forward pass.
     """
-    if device.type != "cuda":
-        return lambda images, seconds: None
-    gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
-    peak = None if gpu is None else gpu.flops[spec.config.train.precision]
+    config = spec.config
+    peak = peak_flops(config.train.precision, device)
     if peak is None:
-        return lambda images, seconds: None
-    shape, _ = shape_of_classifier(spec.config.model.path, spec.config.model.overrides, ())
-    of_image = 3 * forward_flops(shape, spec.config.data.size)
-    all_of_them = peak * dist.get_world_size()
-    return lambda images, seconds: images * of_image / seconds / all_of_them
+        return None
+    shape, _ = shape_of_classifier(config.model.path, config.model.overrides, ())
+    return 3 * forward_flops(shape, config.data.size) / peak
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums over all held-out images."""
+
+    loss: float
+    top5: int
+    confusion: torch.Tensor
+    """int64 [classes, classes]: number of images by true class (row) and predicted one (column)."""
+
+    def figures(self) -> HeldOut:
+        """Return the fields of a step's record: mean loss in nats, top-1 and top-5, 0-1."""
+        images, right = int(self.confusion.sum()), int(self.confusion.diagonal().sum())
+        loss, top1, top5 = (total / images for total in (self.loss, right, self.top5))
+        return {"eval_loss": loss, "eval_top1": top1, "eval_top5": top5}
+
+    def table(self, classes: Sequence[str]) -> Classes:
+        """Return the images and correct ones of each class, and the pairs most often confused."""
+        counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
+        wrong = self.confusion.clone().fill_diagonal_(0)
+        confused, places = wrong.flatten().sort(descending=True, stable=True)
+        pairs = [
+            (classes[place // len(classes)], classes[place % len(classes)], count)
+            for count, place in zip(
+                confused[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
+            )
+            if count
+        ]
+        return {"each": list(zip(classes, counts, right, strict=True)), "confused": pairs}
+
+
+def evaluate(engine: Engine, batches: Iterable[StepImages], classes: int) -> Scores:
+    """Classify this rank's batches; return the scores over all ranks, which call it together."""
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)
+
+    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
+        _, loss, logits = output
+        labels = torch.from_numpy(batch.inputs(i)["labels"])
+        likely = logits.topk(min(TOP, classes), -1).indices.cpu()
+        places = labels * classes + likely[:, 0]
+        confusion.view(-1).add_(torch.bincount(places, minlength=classes**2))
+        return [float(loss), float((likely == labels[:, None]).sum())]
+
+    loss, top5 = loop.evaluate(engine, batches, measure)
+    dist.all_reduce(confusion, group=engine.control)
+    return Scores(loss, round(top5), confusion)

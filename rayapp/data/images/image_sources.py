@@ -1,7 +1,7 @@
 """Find labelled images: a folder per class, tar shards or Parquet, on a disk or under s3://.
 
     source = find("s3://bucket/imagenet/train")
-    for unit in units(source): ...            # lists of files that one task reads
+    for unit in units(source): ...            # the files that one task reads
     for image in read(source, unit): image.name, image.label, image.data
 
 Labels are text here. In folders it is the top folder's name; in a tar the content of `.cls` or
@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, cast
 
 from rayapp.data.images import augment
-from rayapp.data.sources import SourceError
+from rayapp.data.sources import DataFile, DataSource, Piece, ReadUnit, SourceError
+from rayapp.data.sources.cutting import grouped
 from rayapp.storage import Readable, StorageError
 from rayapp.storage.inputs import open_input
 
@@ -33,39 +34,20 @@ UNLABELLED = "without a label"
 MAX_BYTES = 2**29  # of an image's file, which is held in memory
 TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
 MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
-@dataclass(frozen=True)
-class ImageFile:
-    """One file of a source: `name` is relative to the source's root."""
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True)
-class ImageSource:
+class ImageSource(DataSource):
     """Files under one root, all of one format."""
-
-    root: str
-    format: str
-    files: tuple[ImageFile, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files in bytes."""
-        return sum(file.size for file in self.files)
 
     def digest(self) -> str:
         """Return 16 hex digits of all files' names and sizes; the index has digests of contents."""
-        listing = json.dumps([asdict(file) for file in self.files])
+        listing = json.dumps([{"name": file.name, "size": file.size} for file in self.files])
         return blake2b(listing.encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
-class FoundFiles:
-    """A file that may be an image: its place, name, label and bytes."""
+class FoundImage:
+    """What may be an image: its file, place there, name, label and bytes."""
 
     file: str
     offset: int
@@ -97,7 +79,7 @@ def find(path: str, format: str = "auto") -> ImageSource:
         format = format_of(names)
     suffixes = SUFFIXES.get(format)
     files = tuple(
-        ImageFile(entry.name, entry.size)
+        DataFile(entry.name, entry.size, "")
         for entry in entries
         if (entry.name.lower().endswith(suffixes) if suffixes else "/" in entry.name)
     )
@@ -110,30 +92,22 @@ def find(path: str, format: str = "auto") -> ImageSource:
     return ImageSource(root.url, format, files)
 
 
-def units(source: ImageSource) -> list[tuple[ImageFile, ...]]:
-    """Group the files into runs of up to UNIT_BYTES (more if there would be many), by size only."""
+def units(source: ImageSource) -> list[ReadUnit]:
+    """Group the files into units of UNIT_BYTES (more if there would be many), by size only."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    runs: list[tuple[ImageFile, ...]] = []
-    run: list[ImageFile] = []
-    held = 0
-    for file in source.files:
-        if run and held + file.size > limit:
-            runs.append(tuple(run))
-            run, held = [], 0
-        run.append(file)
-        held += file.size
-    return [*runs, tuple(run)] if run else runs
+    pieces = [(source.piece(file, 0, file.size, "hash", True), file.size) for file in source.files]
+    return grouped(pieces, limit)
 
 
-def read(root: str, format: str, files: tuple[ImageFile, ...]) -> Iterator[FoundFiles]:
+def read(source: ImageSource, unit: ReadUnit) -> Iterator[FoundImage]:
     """Yield the images in the files of a unit, in order."""
-    storage = open_input(root)
-    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[format]
-    for file in files:
+    storage = open_input(source.root)
+    reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[source.format]
+    for file in unit.pieces:
         yield from reader(storage, file)
 
 
-def problem_of(found: FoundFiles) -> str | None:
+def problem_of(found: FoundImage) -> str | None:
     """Return why what was found is no labelled image, or None if it is one."""
     problem = found.problem or augment.problem_of(found.data)
     return problem or (None if found.label else UNLABELLED)
@@ -154,10 +128,10 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
-    problem = TOO_LARGE if file.size > MAX_BYTES else None
-    data = b"" if problem else storage.read(file.name)
-    yield FoundFiles(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
+def _read_file(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
+    problem = TOO_LARGE if piece.size > MAX_BYTES else None
+    data = b"" if problem else storage.read(piece.file)
+    yield FoundImage(piece.file, 0, piece.file, piece.file.partition("/")[0], data, problem)
 
 
 class _Headers:
@@ -173,27 +147,27 @@ class _Headers:
         return self.stream.read(size)
 
 
-def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+def _read_tar(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
         SourceError: it is no tar, or damaged.
     """
-    own = file.name.rpartition("/")[2].rpartition(".")[0]
-    waiting: list[FoundFiles] = []
+    own = piece.file.rpartition("/")[2].rpartition(".")[0]
+    waiting: list[FoundImage] = []
     key, label = "", None
     try:
         with (
-            storage.open_read(file.name) as stream,
+            storage.open_read(piece.file) as stream,
             tarfile.open(fileobj=cast(Any, _Headers(stream)), mode="r:", errors="replace") as tar,
         ):
             for member in tar:
                 plain = member.isfile() and not member.issparse()
                 end = member.offset_data + member.size if plain else tar.offset
-                if not member.offset_data <= end <= file.size:
+                if not member.offset_data <= end <= piece.size:
                     raise tarfile.ReadError(
                         f"{member.name} at byte {member.offset:,} says that it ends at byte "
-                        f"{end:,}, and the file has {file.size:,} bytes"
+                        f"{end:,}, and the file has {piece.size:,} bytes"
                     )
                 if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
@@ -203,16 +177,16 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
                 if f"{folder}/{stem}" != key:
                     yield from _labelled(waiting, label)
                     waiting, key, label = [], f"{folder}/{stem}", None
-                problem = TOO_LARGE if member.size > MAX_BYTES else None
-                problem = "stored as a sparse file" if member.issparse() else problem
+                large = TOO_LARGE if member.size > MAX_BYTES else None
+                problem = "stored as a sparse file" if member.issparse() else large
                 stream.seek(member.offset_data)
                 data = b"" if problem else stream.read(member.size)
                 if ending.lower() in ("cls", "json"):
                     beside = _label_beside(ending.lower(), data)
                     label = label if beside is None else beside
                     continue
-                fallback, place = folder.rpartition("/")[2] or own, f"{file.name}:{path}"
-                found = FoundFiles(file.name, member.offset_data, place, fallback, data, problem)
+                fallback, place = folder.rpartition("/")[2] or own, f"{piece.file}:{path}"
+                found = FoundImage(piece.file, member.offset_data, place, fallback, data, problem)
                 waiting.append(found)
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
@@ -220,12 +194,12 @@ def _read_tar(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
         yield from _labelled(waiting, label)
     except tarfile.TarError as error:
         raise SourceError(
-            f"{storage.url}/{file.name} is not a tar that can be read: {error}. Copy it anew, "
+            f"{storage.url}/{piece.file} is not a tar that can be read: {error}. Copy it anew, "
             "without compression: images are compressed already"
         ) from error
 
 
-def _labelled(waiting: list[FoundFiles], label: str | None) -> Iterator[FoundFiles]:
+def _labelled(waiting: list[FoundImage], label: str | None) -> Iterator[FoundImage]:
     """Give the images of a sample the label of the file beside them, if it has one."""
     for image in waiting:
         yield image if label is None else replace(image, label=label)
@@ -250,7 +224,7 @@ def _label_of(value: object) -> str:
     return "" if text in ("-1", "-1.0") else text
 
 
-def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
+def _read_parquet(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
@@ -259,9 +233,9 @@ def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    where = f"{storage.url}/{file.name}"
+    where = f"{storage.url}/{piece.file}"
     try:
-        table = pq.ParquetFile(storage.open_read(file.name))
+        table = pq.ParquetFile(storage.open_read(piece.file))
         columns = table.schema_arrow.names
         image = next((column for column in IMAGE_COLUMNS if column in columns), None)
         label = next((column for column in LABEL_COLUMNS if column in columns), None)
@@ -276,7 +250,7 @@ def _read_parquet(storage: Readable, file: ImageFile) -> Iterator[FoundFiles]:
             for value, own in pairs:
                 found: Any = value.get("bytes") if isinstance(value, dict) else value
                 data = found if isinstance(found, bytes) else b""
-                yield FoundFiles(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
+                yield FoundImage(piece.file, -1, f"{piece.file}:{row}", _label_of(own), data)
                 row += 1
     except StorageError:
         raise

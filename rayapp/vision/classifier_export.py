@@ -22,7 +22,6 @@ from rayapp.storage import Storage
 from rayapp.storage.inputs import local_copy
 from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.spec import ImageSpec
-from rayapp.vision.rows import transform_of
 
 IMAGES = 4
 # Largest difference of the logits, as a share of their norm; bf16 keeps 8 bits of a number.
@@ -39,27 +38,18 @@ def check_export(
         WrongExport: on all ranks: it does not open, or is another model.
         RuntimeError: on all ranks: the storage has failed.
     """
-    rows, transform = spec.data.rows("train"), transform_of(spec.config)
+    rows, look = spec.data.rows("train"), spec.config.data
     files = rows.read(range(min(IMAGES, len(rows))))
-    images = np.stack([centred(data, transform, rows.as_stored) for data in files])
-    trained = _logits(classifier, torch.from_numpy(images).to(device))
-    return from_rank_zero(
-        folder,
-        control,
-        lambda: _compared(folder, images, trained, TOLERANCE[classifier.mixed]),
-    )
-
-
-def _logits(classifier: Classifier, images: Tensor) -> Tensor:
-    """Return the logits [b, classes] of uint8 images [b, S, S, 3], on the CPU."""
-    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    training = classifier.training
+    images = np.stack([centred(data, look, rows.as_stored) for data in files])
+    pixels = torch.from_numpy(images).to(device)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
     classifier.eval()
     try:
-        logits: Tensor = classifier(images, labels, labels, labels.float())[2]
+        trained = classifier(pixels, labels, labels, labels.float())[2].float().cpu()
     finally:
-        classifier.train(training)
-    return logits.float().cpu()
+        classifier.train()
+    tolerance = TOLERANCE[classifier.mixed]
+    return from_rank_zero(folder, control, lambda: _compared(folder, images, trained, tolerance))
 
 
 def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -> ExportCheck:
@@ -72,8 +62,7 @@ def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -
             path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
         )
         processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = [*report["missing_keys"], *report["mismatched_keys"]]
+    if names := [*report["missing_keys"], *report["mismatched_keys"]]:
         raise wrong_export(folder, f"is not the model that was trained: it lacks {names[0]}")
     # They are cropped already.
     inputs = processor(

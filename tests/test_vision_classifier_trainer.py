@@ -22,7 +22,10 @@ from transformers import AutoModelForImageClassification, ResNetConfig
 
 from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, load
-from rayapp.data.images import Images, StepImages, local_steps, shapes
+from rayapp.config.vision import RandAugment
+from rayapp.data.images import drawn_shapes
+from rayapp.data.images.batches import StepImages, local_steps
+from rayapp.data.images.index import Images
 from rayapp.driver import display as driver_display
 from rayapp.observe.activity import Phases
 from rayapp.observe.run_folder import CHECKPOINTS
@@ -34,11 +37,10 @@ from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sync import STOP
 from rayapp.train.validation import validate
-from rayapp.vision import check as checks
-from rayapp.vision import evaluation, show
-from rayapp.vision.evaluation import Scores, evaluate
-from rayapp.vision.prepare import index, order_of, plan_of
-from rayapp.vision.rows import transform_of
+from rayapp.vision import classifier_run, classifier_trainer
+from rayapp.vision import classifier_run as checks
+from rayapp.vision.classifier_run import index, order_of, plan_of
+from rayapp.vision.classifier_trainer import Scores, evaluate
 
 CLASSES, STEPS = 4, 6
 TINY = {"hidden_act": "gelu", "embedding_size": 4, "hidden_sizes": [8], "depths": [1]}
@@ -130,7 +132,7 @@ def _scored(rank: int, world: int) -> None:
     found = scores.figures()
     assert found["eval_top1"] == right.mean() and found["eval_top5"] == top5.mean()
     assert found["eval_loss"] == pytest.approx(-likelihood.mean(), rel=1e-5)
-    assert scores.images == count
+    assert int(scores.confusion.sum()) == count
 
     def drawn_until_left() -> Any:
         for number, batch in enumerate(batches()):
@@ -155,7 +157,7 @@ def test_the_table_names_classes_and_what_they_are_taken_for() -> None:
     assert table["confused"] == [("dog", "owl", 3), ("cat", "dog", 2), ("dog", "cat", 1)]
     many = torch.arange(36).reshape(6, 6)
     confused = Scores(0.0, 0, many).table("abcdef")["confused"]
-    assert len(confused) == evaluation.CONFUSIONS
+    assert len(confused) == classifier_trainer.CONFUSIONS
     assert confused[0] == ("f", "e", 34) and confused[-1][-1] >= 10
 
 
@@ -205,7 +207,7 @@ def test_too_many_bad_files_are_refused_by_name(folder: Path, images: Images) ->
 def test_the_plan_is_shown_as_equations(folder: Path, images: Images) -> None:
     config = config_of(folder, "plan", parallel__sync_batch_norm="true")
     order, out = order_of(config, images), io.StringIO()
-    show.plan(Console(file=out, width=200), config, images, order, 12_345)
+    classifier_run.show(Console(file=out, width=200), config, images, order, 12_345)
     text = out.getvalue()
     trained = images.counts["train"]
     for part in (
@@ -237,24 +239,24 @@ def test_a_job_is_told_all_and_travels(folder: Path, images: Images) -> None:
     config = config_of(folder, "job", **more, data__cutmix=1, data__flip=0.25)
     spec = spec_of(config, images)
     assert pickle.loads(pickle.dumps(spec)) == spec
-    look = transform_of(config)
-    assert transform_of(spec.config) == look and (look.layers, look.magnitude) == (2, 7)
+    look = spec.config.data
+    assert look.randaugment == RandAugment(layers=2, magnitude=7)
     assert (look.mixup, look.cutmix, look.flip, look.size) == (0.2, 1.0, 0.25, 32)
     assert (
         spec.data.fingerprint == images.fingerprint and spec.data.held_out == images.counts["eval"]
     )
-    assert transform_of(config_of(folder, "none")).layers == 0
+    assert config_of(folder, "none").data.randaugment is None
     assert "8 rows / 4 = 2 micro-batches / 2 workers = 1 each" in spec.accumulation(2)
 
 
 def test_the_set_that_rayapp_draws_is_drawn_once(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "PER_CLASS", 2)
-        config = config_of(tmp_path, "drawn", data__path=shapes.NAME)
+        patch.setattr(drawn_shapes, "PER_CLASS", 2)
+        config = config_of(tmp_path, "drawn", data__path=drawn_shapes.NAME)
         first = checks.check(config, 2, 0)
-        patch.setattr(shapes, "one", None)  # nothing is drawn again
+        patch.setattr(drawn_shapes, "one", None)  # nothing is drawn again
         assert checks.check(config, 2, 0) == first
-    assert len(first.source.files) == 2 * len(shapes.CLASSES) + len(shapes.damaged())
+    assert len(first.source.files) == 2 * len(drawn_shapes.CLASSES) + len(drawn_shapes.damaged())
 
 
 def test_commands_refuse_in_words(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +277,7 @@ def _train(rank: int, world: int, spec: ImageSpec, steps: int, poisoned: int = -
     def batches(first: int) -> Any:
         rows = spec.data.rows("train")
         for batch in islice(
-            local_steps(rows, transform_of(spec.config), spec.order, rank, world, first), steps
+            local_steps(rows, spec.config.data, spec.order, rank, world, first), steps
         ):
             broken = batch.step == poisoned
             yield replace(batch, shares=batch.shares * np.float32("nan")) if broken else batch

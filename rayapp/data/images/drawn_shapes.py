@@ -23,18 +23,8 @@ VERSION = 1
 PER_CLASS = 300
 WRITERS = 8
 DONE = "README.txt"  # beside the folders of the classes, and written last
-CLASSES = (
-    "checks",
-    "cross",
-    "disc",
-    "dots",
-    "frame",
-    "ring",
-    "square",
-    "star",
-    "stripes",
-    "triangle",
-)
+CLASSES: tuple[str, ...] = ("checks", "cross", "disc", "dots", "frame")
+CLASSES += ("ring", "square", "star", "stripes", "triangle")
 FORMATS = (("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp"), ("BMP", "bmp"), ("GIF", "gif"))
 Color = tuple[int, int, int]
 Points = list[tuple[float, float]]
@@ -70,25 +60,22 @@ def one(name: str, number: int) -> tuple[str, bytes]:
 
 def damaged() -> list[tuple[str, bytes]]:
     """Return the unusable files that are placed among the images."""
-    cut = [(f"{name}/cut-short.jpg", _jpeg(name)[: 200 + 50 * n]) for n, name in enumerate(CLASSES)]
+    cut = []
+    for number, name in enumerate(CLASSES[:4]):
+        out = io.BytesIO()
+        picture(name, random.Random(name)).save(out, "JPEG", quality=90)
+        cut.append((f"{name}/cut-short.jpg", out.getvalue()[: 200 + 50 * number]))
     return [
-        *cut[:4],
+        *cut,
         ("disc/notes.txt", b"What is in this folder is round.\n"),
         ("star/page.jpg", b"<html><body>404 Not Found</body></html>"),
     ]
 
 
-def _jpeg(name: str) -> bytes:
-    out = io.BytesIO()
-    picture(name, random.Random(name)).save(out, "JPEG", quality=90)
-    return out.getvalue()
-
-
 def picture(name: str, dice: random.Random) -> Image.Image:
     """Draw a shape in a colour that contrasts with its background."""
     width, height = dice.randint(48, 96), dice.randint(48, 96)
-    ground = _color(dice)
-    front = _color(dice)
+    ground, front = _color(dice), _color(dice)
     while sum(abs(a - b) for a, b in zip(ground, front, strict=True)) < 200:
         front = _color(dice)
     image = Image.new("RGB", (width, height), ground)
