@@ -17,7 +17,6 @@ from rayapp.config import Config, ConfigError, from_dict, load
 from rayapp.config.language import Checkpointing
 from rayapp.config.optimizers import OptimizerName
 from rayapp.hardware import GPUS, INSTANCES
-from rayapp.planner.flops import mean_context
 from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.step import step_time
@@ -138,8 +137,7 @@ def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> Non
     here = machine(GPUS["A100-80GB"], 8, 400)
     layout = replace(layout, shards=8)
     times = [
-        step_time(Workload(replace(layout, checkpointing=mode), here, 512.0)).total_s
-        for mode in modes
+        step_time(Workload(replace(layout, checkpointing=mode), here)).total_s for mode in modes
     ]
     assert times[0] <= times[1] <= times[2] * 1.0001
 
@@ -149,8 +147,7 @@ def test_a_faster_link_is_never_slower(name: str, nodes: int, power: int) -> Non
     layout = Layout(shape_of(config_of(name)), shards=8 * nodes, micro_batch=1, seq_len=1024)
     slow = Machine(GPUS["A100-80GB"], 8, nodes, 100e9 * 2**power, efa=True)
     fast = replace(slow, network_bits_per_s=2 * slow.network_bits_per_s)
-    context = mean_context([1024])
-    before, after = (step_time(Workload(layout, one, context)).total_s for one in (slow, fast))
+    before, after = (step_time(Workload(layout, one)).total_s for one in (slow, fast))
     assert after <= before
 
 
@@ -167,22 +164,22 @@ def test_a_ring_is_bound_by_its_slowest_link() -> None:
 
 
 def test_hybrid_sharding_wins_where_the_network_is_slow() -> None:
-    shape, context = shape_of(config_of("llama2-7b")), mean_context([2048])
+    shape = shape_of(config_of("llama2-7b"))
     slow = Machine(GPUS["A100-80GB"], 8, 4, 100e9, efa=True)
     whole = Layout(shape, shards=32, micro_batch=4, seq_len=2048, checkpointing="full")
     hybrid = replace(whole, shards=8, strategy="hybrid_shard")
-    times = [step_time(Workload(layout, slow, context)).exposed_s for layout in (whole, hybrid)]
+    times = [step_time(Workload(layout, slow)).exposed_s for layout in (whole, hybrid)]
     assert times[1] < times[0]  # gradients still cross the network, in fp32
     assert peak_memory(hybrid).total > peak_memory(whole).total
 
 
 @pytest.mark.parametrize("field", ["cpu_offload", "activation_offload"])
 def test_offloading_trades_time_for_memory(field: str) -> None:
-    here, context = machine(GPUS["A100-80GB"], 8, 400), mean_context([2048])
+    here = machine(GPUS["A100-80GB"], 8, 400)
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=2, seq_len=2048)
     moved = replace(layout, **{field: True})
     assert peak_memory(moved).total < 0.95 * peak_memory(layout).total
-    times = [step_time(Workload(one, here, context)).total_s for one in (layout, moved)]
+    times = [step_time(Workload(one, here)).total_s for one in (layout, moved)]
     assert times[1] > 1.05 * times[0]
 
 
@@ -458,12 +455,12 @@ def test_dolly_on_8_a10g_as_the_seed_ran_it() -> None:
 
 def test_llama2_scales_to_16_p5_at_least_as_well_as_the_seed() -> None:
     """The seed says 87 % on 16 p5.48xlarge; rows a GPU stay the same there."""
-    shape, context = shape_of(config_of("llama2-7b")), mean_context([4096])
+    shape = shape_of(config_of("llama2-7b"))
     rates = []
     for nodes in (1, 16):
         layout = Layout(shape, 8 * nodes, 3, 4096, checkpointing="full")
         here = machine_of(INSTANCES["p5.48xlarge"], nodes)
-        rates.append(layout.tokens / step_time(Workload(layout, here, context)).total_s)
+        rates.append(layout.tokens / step_time(Workload(layout, here)).total_s)
     assert 0.87 < rates[1] / rates[0] <= 1.0
 
 

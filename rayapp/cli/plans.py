@@ -52,7 +52,7 @@ def plan(argv: list[str]) -> int:
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.console import Console
-    from rayapp.planner.machines import named_instance
+    from rayapp.planner.question import named_instance
     from rayapp.planner.show import show
     from rayapp.train import planning
 

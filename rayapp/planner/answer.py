@@ -215,7 +215,7 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
     amount = question.amount_per_step
     per_s = amount / time.total_s
     rate = Band(per_s, per_s * (1 - width), per_s * (1 + width))
-    needed = layout.model_flops(job.context)
+    needed = layout.model_flops()
     peak_flops = gpu.flops.get(layout.precision)
     share = mfu(1.0, needed, gpus=question.workers, peak_flops=peak_flops)
     if images:
@@ -272,7 +272,7 @@ def _of_images(question: Question) -> bool:
 def _feeding(question: Question, per_s: float) -> list[str]:
     """Return a warning if the spare CPUs may not decode and augment images fast enough."""
     layout = question.layout
-    assert question.spare_cpus is not None and isinstance(layout, ImageLayout)
+    assert isinstance(layout, ImageLayout)
     each, least = per_s / question.spare_cpus, 1 / decode_s(layout.shape.size)
     if each <= least:
         return []

@@ -100,7 +100,7 @@ class ImageLayout:
         moments = OPTIMIZERS[self.optimizer].moment_bytes
         return self.trainable * (FP32 * (1.0 + self.averaged) + moments)
 
-    def model_flops(self, context: float) -> float:
+    def model_flops(self) -> float:
         """Return the model FLOPs per training image: a backward pass costs two forward passes."""
         return 6.0 * self.shape.macs
 

@@ -21,7 +21,7 @@ from typing import assert_never
 from rayapp.config.language import Checkpointing, Precision, Strategy
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName
 from rayapp.hardware import GIB
-from rayapp.planner.flops import model_flops
+from rayapp.planner.flops import mean_context, model_flops
 from rayapp.planner.measured import Frozen
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
@@ -87,6 +87,14 @@ class Layout:
         """Tokens of a row."""
         return self.seq_len
 
+    @property
+    def context(self) -> float:
+        """Mean number of tokens that a token attends to, as if each row held one document.
+
+        Documents' lengths are unknown here; those of packed rows are shorter than the row.
+        """
+        return mean_context([self.seq_len])
+
     def peak(self) -> Peak:
         """Return the moment of a step with the most memory."""
         return peak_memory(self)
@@ -95,11 +103,10 @@ class Layout:
         """Return the bytes of one checkpoint, all ranks together."""
         return checkpoint_bytes(self)
 
-    def model_flops(self, context: float) -> float:
+    def model_flops(self) -> float:
         """Return the model FLOPs per training token."""
-        return model_flops(
-            self.shape, context, self.lora_rank, self.lora_targets, self.lora_experts
-        )
+        adapters = self.lora_rank, self.lora_targets, self.lora_experts
+        return model_flops(self.shape, self.context, *adapters)
 
     @property
     def element(self) -> int:

@@ -1,6 +1,6 @@
 """Seconds of a step: matrix products, attention, memory traffic, and exposed communication.
 
-    time = step_time(Workload(layout, machine, mean_context([4096]), micro_batches=4))
+    time = step_time(Workload(layout, machine, micro_batches=4))
     time.total_s, time.exposed_s
 
 The model follows the hardware and uses one set of constants (below and in times.py) for all
@@ -116,7 +116,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
     forward = forward_flops(
-        shape, job.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
+        shape, layout.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
     )
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     recomputed = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
