@@ -27,7 +27,7 @@ from rayapp import planner
 from rayapp.config import Config, ConfigError, RunConfig, Train, VisionConfig, load
 from rayapp.data.images.batches import local_steps
 from rayapp.hardware import INSTANCES
-from rayapp.planner import show
+from rayapp.planner import plan_tables
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
@@ -68,7 +68,7 @@ def planned(kind: Any, values: dict[str, str], whole: bool = True) -> planner.An
         if whole:
             others, table = planner.suggestions(plan.question, 1), planner.scaling(plan.question)
             json.dumps(planner.as_dict(plan, others, table, None))
-            show.show(Console(file=io.StringIO()), plan, others, table, None, {})
+            plan_tables.show(Console(file=io.StringIO()), plan, others, table, None, {})
         return plan
     except ConfigError as refused:
         return refused

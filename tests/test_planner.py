@@ -17,7 +17,7 @@ from rayapp.config import Config, ConfigError, from_dict, load
 from rayapp.config.language import Checkpointing
 from rayapp.config.optimizers import OptimizerName
 from rayapp.hardware import GPUS, INSTANCES
-from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
+from rayapp.planner.memory import Layout, kept_bytes, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload, collective_s, machine_of
@@ -72,7 +72,7 @@ def test_blocks_keep_what_they_kept_on_an_h100(compiled: bool, gib: float) -> No
     """`bench/step.py`: peaks of llama3.2-1b, 2 x 4096 tokens, less that of full checkpointing."""
     layout = Layout(shape_of(config_of("llama3.2-1b")), 1, 2, 4096, compiled=compiled)
     full = replace(layout, checkpointing="full")
-    apart = peak_memory(layout).total - peak_memory(full).total
+    apart = layout.peak().total - full.peak().total
     assert apart / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -115,10 +115,10 @@ LAYOUTS = st.builds(
 
 @given(LAYOUTS)
 def test_more_tokens_take_more_and_more_shards_less(layout: Layout) -> None:
-    peak = peak_memory(layout).total
-    assert peak_memory(replace(layout, micro_batch=layout.micro_batch + 1)).total >= peak
+    peak = layout.peak().total
+    assert replace(layout, micro_batch=layout.micro_batch + 1).peak().total >= peak
     if layout.shape.experts == 1:  # experts are padded to the number of shards
-        assert peak_memory(replace(layout, shards=2 * layout.shards)).total <= peak * 1.0001
+        assert replace(layout, shards=2 * layout.shards).peak().total <= peak * 1.0001
     assert peak >= sum(state_bytes(layout).values()) - state_bytes(layout)["gradients"]
 
 
@@ -126,7 +126,7 @@ def test_more_tokens_take_more_and_more_shards_less(layout: Layout) -> None:
 def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> None:
     modes = ("none", "selective", "full")
     layouts = [replace(layout, checkpointing=mode) for mode in modes]
-    none, selective, full = map(peak_memory, layouts)
+    none, selective, full = (each.peak() for each in layouts)
     if layout.shape.layers > 8:  # else a block's own recomputation weighs as much
         kept = kept_bytes(layouts[0]) * layout.shape.layers * layout.tokens
         for less, more, share in ((full, selective, 1.0001), (selective, none, 1.3498)):
@@ -170,7 +170,7 @@ def test_hybrid_sharding_wins_where_the_network_is_slow() -> None:
     hybrid = replace(whole, shards=8, strategy="hybrid_shard")
     times = [step_time(Workload(layout, slow)).exposed_s for layout in (whole, hybrid)]
     assert times[1] < times[0]  # gradients still cross the network, in fp32
-    assert peak_memory(hybrid).total > peak_memory(whole).total
+    assert hybrid.peak().total > whole.peak().total
 
 
 @pytest.mark.parametrize("field", ["cpu_offload", "activation_offload"])
@@ -178,7 +178,7 @@ def test_offloading_trades_time_for_memory(field: str) -> None:
     here = machine(GPUS["A100-80GB"], 8, 400)
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=2, seq_len=2048)
     moved = replace(layout, **{field: True})
-    assert peak_memory(moved).total < 0.95 * peak_memory(layout).total
+    assert moved.peak().total < 0.95 * layout.peak().total
     times = [step_time(Workload(one, here)).total_s for one in (layout, moved)]
     assert times[1] > 1.05 * times[0]
 
@@ -193,8 +193,8 @@ def test_experts_are_cut_into_as_many_pieces_as_there_are_ranks() -> None:
 
 def test_a_checkpoint_is_parameters_and_moments() -> None:
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=1, seq_len=512)
-    assert checkpoint_bytes(layout) == 12 * 8_030_261_248
-    assert checkpoint_bytes(replace(layout, lora_rank=16)) == 12 * 41_943_040
+    assert layout.checkpoint_bytes() == 12 * 8_030_261_248
+    assert replace(layout, lora_rank=16).checkpoint_bytes() == 12 * 41_943_040
 
 
 # Answers.

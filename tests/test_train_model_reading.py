@@ -16,7 +16,7 @@ from rayapp import model
 from rayapp.config import Lora, from_dict
 from rayapp.planner import UnknownModel, ask, largest_micro_batch
 from rayapp.planner.flops import context_within, forward_flops, mean_context
-from rayapp.planner.memory import Layout, kept_bytes, peak_memory
+from rayapp.planner.memory import Layout, kept_bytes
 from rayapp.planner.shape import UnknownShape, lora_parameters, shape_of
 from rayapp.planner.step import block_traffic_bytes
 from rayapp.presets import config_of
@@ -44,7 +44,7 @@ def test_reading_agrees_with_the_formulas_of_known_families(name: str) -> None:
         formula = Layout(known, 8, micro_batch=2, seq_len=2048, checkpointing=checkpointing)
         counted = replace(formula, shape=read_)
         assert kept_bytes(counted) == pytest.approx(kept_bytes(formula), rel=1e-3)
-        assert peak_memory(counted).total == pytest.approx(peak_memory(formula).total, rel=0.02)
+        assert counted.peak().total == pytest.approx(formula.peak().total, rel=0.02)
     if name.startswith("llama"):  # the formula of traffic is Llama's, and an estimate for others
         assert block_traffic_bytes(counted) == pytest.approx(block_traffic_bytes(formula), rel=0.05)
 
@@ -56,7 +56,7 @@ def test_adapters_are_counted_as_the_formula_does() -> None:
     counted = replace(formula, shape=shape)
     assert counted.trainable == formula.trainable
     assert kept_bytes(counted) == pytest.approx(kept_bytes(formula), rel=0.01)
-    assert peak_memory(counted).total == pytest.approx(peak_memory(formula).total, rel=0.02)
+    assert counted.peak().total == pytest.approx(formula.peak().total, rel=0.02)
 
 
 def test_longer_rows_are_extrapolated() -> None:
@@ -187,7 +187,7 @@ def memory(
         param_dtype=None if fp32 else torch.bfloat16,
     )
     built = model.num_parameters(model.build(config, loss=model.no_loss, attention="eager"))
-    return peak_memory(layout).total, found.peak_bytes, shape.parameters - built
+    return layout.peak().total, found.peak_bytes, shape.parameters - built
 
 
 def test_a_reading_is_the_same_whenever_garbage_is_collected() -> None:

@@ -15,7 +15,7 @@ from memory_trace import trace
 
 from rayapp import model
 from rayapp.config import Lora, from_dict
-from rayapp.planner.memory import Layout, peak_memory, state_bytes
+from rayapp.planner.memory import Layout, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.trained import with_overrides
 from rayapp.presets import PRESETS, config_of
@@ -60,7 +60,7 @@ def both(
         new_tokens=more.get("new_tokens", 0),
         on_cpu=True,
     )
-    planned = peak_memory(layout).total
+    planned = layout.peak().total
     return found.peak_bytes, planned, found.parameter_bytes, state_bytes(layout)["parameters"]
 
 
@@ -218,5 +218,5 @@ def test_frozen_parameters_have_no_gradients(freeze: tuple[str, ...]) -> None:
     config = copy.deepcopy(model.resolve("qwen3-0.6b").config)
     config.num_hidden_layers = 3
     found = trace(config, world=8, micro_batch=1, seq_len=512, accumulation=2, freeze=freeze)
-    planned = peak_memory(Layout(**{**vars(layout), "on_cpu": True})).total
+    planned = Layout(**{**vars(layout), "on_cpu": True}).peak().total
     assert planned == pytest.approx(found.peak_bytes, rel=0.05)

@@ -52,8 +52,8 @@ def plan(argv: list[str]) -> int:
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.console import Console
+    from rayapp.planner.plan_tables import show
     from rayapp.planner.question import named_instance
-    from rayapp.planner.show import show
     from rayapp.train import planning
 
     argv = arguments.flags(argv, {"json"})

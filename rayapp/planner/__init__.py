@@ -13,7 +13,7 @@ step.py      seconds of a step; image_step.py: for classifiers; times.py: what b
 answer.py    memory, time, cost, checkpoints, goodput
 advice.py    what would fit or be faster, other node counts, the cheapest machines
 trained.py   the vocabulary of the trained model, and whether it starts from random weights
-show.py      tables in the terminal
+plan_tables.py  tables in the terminal
 
 No torch, no network, well under a second.
 """

@@ -53,6 +53,10 @@ SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD = 44, 70
 NORM_KERNELS = 6
 # Bytes of gradients in one DDP bucket: PyTorch's default of 25 MiB. Compute does not hide the last.
 BUCKET_BYTES = 25 * 2**20
+# vCPU seconds to decode and augment a photograph of 500 x 375 pixels: a constant, and a part per
+# pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
+# 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
+DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 
 
 def image_step_time(job: Workload[ImageLayout]) -> StepTime:
@@ -162,3 +166,15 @@ def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
     each = OPTIMIZERS[layout.optimizer].moved_bytes + (3 * FP32 if layout.averaged else 0)
     moved = each * layout.trainable / layout.shards
     return moved / (TRAFFIC * gpu.memory_bytes_per_s)
+
+
+def feeding_problem(size: int, cpus: int, per_s: float) -> str | None:
+    """Return a warning if `cpus` may not decode and augment `per_s` images fast enough."""
+    each, least = per_s / cpus, 1 / (DECODE_S + DECODE_PIXEL_S * size**2)
+    if each <= least:
+        return None
+    return (
+        f"each of {cpus} CPUs must decode and augment {each:,.0f} images/s, and may not reach "
+        f"{least:,.0f}: the GPUs would wait. Store smaller images, or set a cluster.instance with "
+        "more CPUs"
+    )

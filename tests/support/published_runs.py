@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rayapp.hardware import GPUS, Gpu
-from rayapp.planner.memory import FRAGMENTATION, Layout, peak_memory
+from rayapp.planner.memory import FRAGMENTATION, Layout
 from rayapp.planner.shape import Linear, Shape, shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload
@@ -52,7 +52,7 @@ class Run:
     @property
     def predicted_gib(self) -> float:
         """What the allocator reserves: what is alive and its fragments."""
-        terms = peak_memory(self.job.layout).terms
+        terms = self.job.layout.peak().terms
         moving = sum(terms[name] for name in ("activations", "logits", "gathers"))
         return (sum(terms.values()) + FRAGMENTATION * moving) / 2**30
 
