@@ -94,62 +94,62 @@ def _per_worker(suggestion: Suggestion) -> float:
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
     """Yield (what to set, the changed question): each change alone and with full checkpointing."""
     layout = question.layout
-    full: Fields = {}
-    if isinstance(layout, ImageLayout):
-        singles = _image_changes(layout, question.workers)
-    else:
-        singles = _text_changes(layout, question.workers, fits)
-        full = {"checkpointing": "full"} if layout.checkpointing != "full" else {}
-    changed = [(change, question.having(**fields), fields) for change, fields in singles]
+    of_images = isinstance(layout, ImageLayout)
+    changed = [
+        (change, question.having(**fields), fields)
+        for change, fields in (_image_changes if of_images else _text_changes)(question, fits)
+        if any(getattr(layout, name) != value for name, value in fields.items())
+    ]
     assert question.instance is not None
     for nodes in (2 * question.nodes, 4 * question.nodes):
-        other = question.on(question.instance, nodes)
         workers = nodes * question.instance.gpus
+        other = question.on(question.instance, nodes)
         changed.append((f"cluster.workers={workers}", other, {}))
     for change, other, fields in changed:
-        if other is not None:
-            yield change, other
-            if full and "checkpointing" not in fields and (both := other.having(**full)):
+        if other is None:
+            continue
+        yield change, other
+        if isinstance(other.layout, Layout) and "checkpointing" not in fields:
+            both = other.having(checkpointing="full")
+            if both is not None and both != other:
                 yield f"{change} parallel.activation_checkpointing=full", both
 
 
 def _micro_batches(now: int, *more: int) -> Changes:
-    sizes = {1, now // 2, now * 2, now * 4, *more}
-    for size in sorted(sizes - {0, now}, reverse=True):
+    for size in sorted({1, now // 2, now * 2, now * 4, *more} - {0}, reverse=True):
         yield f"train.micro_batch={size}", {"micro_batch": size}
 
 
-def _text_changes(layout: Layout, workers: int, fits: bool) -> Changes:
-    """Yield (what to set, layout fields) for each alternative setting of a language model."""
+def _text_changes(question: Question, fits: bool) -> Changes:
+    """Yield (what to set, layout fields) for the settings of a language model."""
+    layout = question.layout
+    assert isinstance(layout, Layout)
     for mode in ("none", "selective", "full"):
-        if mode != layout.checkpointing:
-            yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
+        yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
     yield from _micro_batches(layout.micro_batch)
-    if layout.strategy != "full_shard":
-        yield "parallel.strategy=full_shard", {"strategy": "full_shard", "shards": workers}
-    if not layout.compiled:
-        yield "train.compile=true", {"compiled": True}
+    yield _whole(question)
+    yield "train.compile=true", {"compiled": True}
     if layout.optimizer == "adamw":
         yield "train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}
-    if not layout.cpu_offload:
-        yield "parallel.cpu_offload=true", {"cpu_offload": True}
-    if not layout.activation_offload:
-        yield "parallel.activation_offload=true", {"activation_offload": True}
+    yield "parallel.cpu_offload=true", {"cpu_offload": True}
+    yield "parallel.activation_offload=true", {"activation_offload": True}
     if layout.lora_rank is None and not fits:  # another training task: a last resort
         yield "model.lora={rank: 16}", {"lora_rank": 16}
 
 
-def _image_changes(layout: ImageLayout, workers: int) -> Changes:
-    """Yield (what to set, layout fields) for each alternative setting of an image classifier."""
-    yield from _micro_batches(layout.micro_batch, layout.micro_batch // 4)
-    if layout.synchronized:
-        yield "parallel.sync_batch_norm=false", {"synchronized": False}
-    if not layout.compiled:
-        yield "train.compile=true", {"compiled": True}
-    if layout.precision == "fp32":
-        yield "train.precision=bf16", {"precision": "bf16"}
-    if layout.strategy != "full_shard":
-        yield "parallel.strategy=full_shard", {"strategy": "full_shard", "shards": workers}
+def _image_changes(question: Question, fits: bool) -> Changes:
+    """Yield (what to set, layout fields) for the settings of an image classifier."""
+    size = question.layout.micro_batch
+    yield from _micro_batches(size, size // 4)
+    yield "parallel.sync_batch_norm=false", {"synchronized": False}
+    yield "train.compile=true", {"compiled": True}
+    yield "train.precision=bf16", {"precision": "bf16"}
+    yield _whole(question)
+
+
+def _whole(question: Question) -> tuple[str, Fields]:
+    fields = {"strategy": "full_shard", "shards": question.workers}
+    return "parallel.strategy=full_shard", fields
 
 
 def largest_micro_batch(question: Question) -> int | None:

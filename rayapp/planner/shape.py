@@ -42,6 +42,11 @@ class Linear:
     """Blocks that have it; None: all."""
 
     @property
+    def macs(self) -> int:
+        """Multiply-adds of a token."""
+        return self.active * self.inputs * self.outputs
+
+    @property
     def parameters(self) -> int:
         """Parameters of all copies."""
         return self.copies * (self.inputs * self.outputs + (self.outputs if self.bias else 0))

@@ -220,16 +220,11 @@ def _kept_share(layout: Layout) -> float:
     """Return the share of a block's matrix FLOPs that selective checkpointing does not repeat."""
     if layout.shape.measured:
         return layout.shape.measured.selective_share
+    linears = layout.shape.linears
     names = kept_linears(layout.shape) if layout.kept is None else layout.kept
-    last = layout.shape.linears[-1].name  # never recomputed: no backward needs its result
-
-    work = {
-        linear.name: linear.active * linear.inputs * linear.outputs
-        for linear in layout.shape.linears
-    }
-    return sum(size for name, size in work.items() if name in names or name == last) / sum(
-        work.values()
-    )
+    # The result of the last one is never recomputed: no backward needs it.
+    kept = [each for each in linears if each.name in {*names, linears[-1].name}]
+    return sum(each.macs for each in kept) / sum(each.macs for each in linears)
 
 
 def _kernels(layout: Layout) -> int:
