@@ -26,11 +26,10 @@ from pictures import as_folder, as_parquet, as_tars, drawn, indexed
 from PIL import Image
 
 from rayapp.config.vision import ImageDataConfig, RandAugment
-from rayapp.data import ray_tasks
 from rayapp.data import stream as streams
 from rayapp.data.images import augment, batches, drawn_shapes, image_sources, index, indexing
 from rayapp.data.images.batches import held_out_batches, image_digest, local_steps, step_images
-from rayapp.data.images.image_sources import find, units
+from rayapp.data.images.image_sources import find
 from rayapp.data.images.index import Images
 from rayapp.data.images.indexing import prepare
 from rayapp.data.sources import DataFile, SourceError
@@ -43,7 +42,7 @@ LOOK = ImageDataConfig(size=24, crop_scale=(0.3, 1.0), randaugment=ONE, mixup=0.
 
 def found_in(path: Path) -> list[image_sources.FoundImage]:
     source = find(str(path))
-    return [image for unit in units(source) for image in image_sources.read(source, unit)]
+    return list(image_sources.read(source, source.files))
 
 
 @pytest.fixture(scope="module")
@@ -266,9 +265,7 @@ def test_files_that_end_every_process_are_named(tmp_path: Path) -> None:
     root = as_folder(tmp_path, drawn(2, 1))
     recipe = index.ImageRecipe(find(str(root)), None, 0.0)
     (task,) = indexing.tasks_of(recipe)
-    first = recipe.source.files[0].name
-    words = f"{root}/{first} (and 1 more parts) cannot be prepared: the process that reads it died"
-    assert ray_tasks._lost(recipe, task.origin, task.unit).startswith(words)
+    assert task.place(recipe) == f"{recipe.source.files[0].name} (and 1 more files)"
 
 
 def test_the_fingerprint_tells_how_images_are_decoded() -> None:

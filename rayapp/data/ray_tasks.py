@@ -25,13 +25,8 @@ class Task(Protocol):
     def source(self) -> int:
         """The number of its recipe."""
 
-    @property
-    def origin(self) -> str:
-        """train, or eval for the source of held-out data."""
-
-    @property
-    def unit(self) -> sources.ReadUnit:
-        """What it reads."""
+    def place(self, recipe: Any) -> str:
+        """Return what it reads, for messages."""
 
     def run(self, recipe: Any, url: str, folder: str) -> None:
         """Do it by its recipe, for a folder of rows or of an index below `url`."""
@@ -88,9 +83,14 @@ def run_tasks(
     mapped.context.execution_no_progress_timeout_s = -1
     for row in mapped.iter_rows():
         task = tasks[row["number"]]
+        if row["problem"] == LOST:
+            raise sources.SourceError(
+                f"{task.place(recipes[task.source])} cannot be prepared: the process that reads it "
+                f"died {MAX_ATTEMPTS} times, as when its memory is full. Split the large records "
+                "there, or leave them out"
+            )
         if row["problem"]:
-            lost = _lost(recipes[task.source], task.origin, task.unit)
-            raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
+            raise sources.SourceError(row["problem"])
         yield task
 
 
@@ -154,23 +154,3 @@ def _attempts() -> int:
 
     worker: Any = global_worker
     return int(worker.core_worker.get_current_task_attempt_number())
-
-
-def _lost(recipe: Any, origin: str, unit: sources.ReadUnit) -> str:
-    """Return the error text for a unit that killed every process that prepared it."""
-    source = recipe.source if origin == "train" else recipe.eval_source
-    assert source is not None
-    first = unit.pieces[0]
-    if first.is_stream:
-        place = f"{source.root}/{first.file}"
-    elif source.format in ("text", "jsonl"):
-        place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
-    elif source.format == "parquet":
-        place = f"{source.root}/{first.file} row group {first.start}"
-    else:
-        place = f"{first.file}[{first.start}]"
-    more = f" (and {len(unit.pieces) - 1} more parts)" if len(unit.pieces) > 1 else ""
-    return (
-        f"{place}{more} cannot be prepared: the process that reads it died {MAX_ATTEMPTS} "
-        "times, as when its memory is full. Split the large records there, or leave them out"
-    )

@@ -89,7 +89,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
 
 
 def _convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s that convolutions reach; raise ValueError if the GPU cannot compute so."""
+    """Return the FLOP/s that convolutions reach; raise ValueError if there are none."""
     peak = gpu.flops.get(precision)
     if peak is None:
         raise no_precision(gpu, precision)

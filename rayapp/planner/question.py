@@ -26,7 +26,7 @@ from rayapp.planner.trained import config_values
 
 
 class UnknownModel(ConfigError):
-    """Neither a formula nor the caller's function gives the model's shape."""
+    """The only problem of a config: nothing here gives the model's shape."""
 
 
 class ReadModel(Protocol):
@@ -144,8 +144,8 @@ def ask(
     does not depend on their number; sharded weights for the fewest.
 
     Raises:
-        ConfigError: with every problem; UnknownModel if the only one is that nothing knows the
-            model's shape.
+        ConfigError: with every problem; UnknownModel if the only one is that the model's shape is
+            not known.
     """
     problems: list[str] = []
     instance = named_instance(config, problems)

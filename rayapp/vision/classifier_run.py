@@ -179,22 +179,20 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
         )
     except SourceError as error:
         raise ConfigError([str(error)]) from error
+    problem = None
     if images.bad_share > data.bad_images:
         shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
-        raise ConfigError(
-            [
-                f"data.path={data.path} is unusable in {images.bad_share:.1%} of its "
-                f"{images.records} files: {shown}. Correct them, or raise data.bad_images (now "
-                f"{data.bad_images:.1%})"
-            ]
+        problem = (
+            f"data.path={data.path} is unusable in {images.bad_share:.1%} of its {images.records} "
+            f"files: {shown}. Correct them, or raise data.bad_images (now {data.bad_images:.1%})"
         )
-    if not images.counts["train"]:
-        raise ConfigError(
-            [
-                f"data.path={data.path} is empty: each of its {images.records} files is "
-                "either held out or not an image. Give more images"
-            ]
+    elif not images.counts["train"]:
+        problem = (
+            f"data.path={data.path} is empty: each of its {images.records} files is either held "
+            "out or not an image. Give more images"
         )
+    if problem:
+        raise ConfigError([problem])
     return images
 
 

@@ -136,10 +136,10 @@ def _blend(first: Pixels, second: Pixels, share: float) -> Pixels:
 def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, float]:
     """Return the (rows, columns) to replace, and the share of the image that is left."""
     side = math.sqrt(1.0 - share) * size
-    edges = []
-    for middle in (draw.random() * size, draw.random() * size):
-        edges.append(slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2))))
-    rows, columns = edges
+    rows, columns = (
+        slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2)))
+        for middle in (draw.random() * size, draw.random() * size)
+    )
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     return rows, columns, 1.0 - area / size**2
 
@@ -155,8 +155,7 @@ def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random
         aspect = math.exp(low + (high - low) * draw.random())
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left = int(draw.random() * (width - w + 1))
-            top = int(draw.random() * (height - h + 1))
+            left, top = (int(draw.random() * (room + 1)) for room in (width - w, height - h))
             return left, top, left + w, top + h
     w, h = min(width, round(height * ASPECT[1])), min(height, round(width / ASPECT[0]))
     left, top = (width - w) // 2, (height - h) // 2
@@ -203,7 +202,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         Unusable: nothing says what its numbers mean.
     """
     image.load()
-    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation))) is not None:
+    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation, 1))) is not None:
         image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
     if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
         values = np.asarray(image)
@@ -227,7 +226,6 @@ def _rgb(image: Image.Image) -> Image.Image:
 # ---- RandAugment -------------------------------------------------------------------------------
 
 SHIFT = 150 / 331  # of the width, at most
-Operation = Callable[[Image.Image, float], Image.Image]
 
 
 def _moved(image: Image.Image, *matrix: float) -> Image.Image:
@@ -246,7 +244,7 @@ def _solarized(image: Image.Image, strength: float) -> Image.Image:
 
 
 # By a signed strength, -1 to 1: shears by up to 0.3, shifts by SHIFT, turns by 30 degrees.
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "identity": lambda image, by: image,
     "shear_x": lambda image, by: _moved(image, 1, 0.3 * by, 0, 0, 1, 0),
     "shear_y": lambda image, by: _moved(image, 1, 0, 0, 0.3 * by, 1, 0),

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, BinaryIO, cast
 
 from rayapp.data.images import augment
-from rayapp.data.sources import DataFile, DataSource, Piece, ReadUnit, SourceError
-from rayapp.data.sources.cutting import grouped
+from rayapp.data.sources import DataFile, DataSource, SourceError
+from rayapp.data.sources.cutting import runs
 from rayapp.storage import Readable, StorageError
 from rayapp.storage.inputs import open_input
 
@@ -29,8 +29,6 @@ UNIT_BYTES = 16 * 2**20
 MAX_UNITS = 4096
 SUFFIXES = {"tar": (".tar",), "parquet": (".parquet", ".pq")}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "jpg", "png", "img"), ("label", "cls", "labels")
-FORMATS = ("folder", "tar", "parquet")
-UNLABELLED = "without a label"
 MAX_BYTES = 2**29  # of an image's file, which is held in memory
 TOO_LARGE = f"of more than {MAX_BYTES:,} bytes"
 MAX_HEADER_BYTES = 2**20  # of a long name or an extended header in a tar
@@ -87,30 +85,29 @@ def find(path: str, format: str = "auto") -> ImageSource:
         what = "in a folder of its class" if format == "folder" else f"with {suffixes}"
         raise SourceError(
             f"data.path={path} has nothing of data.format={format}: no file {what} is in it. "
-            f"Set data.format to what lies there: {', '.join(FORMATS)}"
+            f"Set data.format to what lies there: {', '.join(('folder', *SUFFIXES))}"
         )
     return ImageSource(root.url, format, files)
 
 
-def units(source: ImageSource) -> list[ReadUnit]:
-    """Group the files into units of UNIT_BYTES (more if there would be many), by size only."""
+def units(source: ImageSource) -> Iterator[tuple[list[DataFile], int]]:
+    """Yield runs of files of up to UNIT_BYTES (more if there would be many), with their bytes."""
     limit = max(UNIT_BYTES, source.num_bytes // MAX_UNITS)
-    pieces = [(source.piece(file, 0, file.size, "hash", True), file.size) for file in source.files]
-    return grouped(pieces, limit)
+    return runs(((file, file.size) for file in source.files), limit)
 
 
-def read(source: ImageSource, unit: ReadUnit) -> Iterator[FoundImage]:
-    """Yield the images in the files of a unit, in order."""
+def read(source: ImageSource, files: Iterable[DataFile]) -> Iterator[FoundImage]:
+    """Yield the images in files of a source, whose own list of files is not read."""
     storage = open_input(source.root)
     reader = {"folder": _read_file, "tar": _read_tar, "parquet": _read_parquet}[source.format]
-    for file in unit.pieces:
+    for file in files:
         yield from reader(storage, file)
 
 
 def problem_of(found: FoundImage) -> str | None:
     """Return why what was found is no labelled image, or None if it is one."""
     problem = found.problem or augment.problem_of(found.data)
-    return problem or (None if found.label else UNLABELLED)
+    return problem or (None if found.label else "without a label")
 
 
 def format_of(names: list[str]) -> str:
@@ -128,10 +125,10 @@ def hidden(name: str) -> bool:
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
-def _read_file(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
-    problem = TOO_LARGE if piece.size > MAX_BYTES else None
-    data = b"" if problem else storage.read(piece.file)
-    yield FoundImage(piece.file, 0, piece.file, piece.file.partition("/")[0], data, problem)
+def _read_file(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
+    problem = TOO_LARGE if file.size > MAX_BYTES else None
+    data = b"" if problem else storage.read(file.name)
+    yield FoundImage(file.name, 0, file.name, file.name.partition("/")[0], data, problem)
 
 
 class _Headers:
@@ -147,27 +144,27 @@ class _Headers:
         return self.stream.read(size)
 
 
-def _read_tar(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
+def _read_tar(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     """Read a tar in order; an image and its label files must be adjacent members.
 
     Raises:
         SourceError: it is no tar, or damaged.
     """
-    own = piece.file.rpartition("/")[2].rpartition(".")[0]
+    own = file.name.rpartition("/")[2].rpartition(".")[0]
     waiting: list[FoundImage] = []
     key, label = "", None
     try:
         with (
-            storage.open_read(piece.file) as stream,
+            storage.open_read(file.name) as stream,
             tarfile.open(fileobj=cast(Any, _Headers(stream)), mode="r:", errors="replace") as tar,
         ):
             for member in tar:
                 plain = member.isfile() and not member.issparse()
                 end = member.offset_data + member.size if plain else tar.offset
-                if not member.offset_data <= end <= piece.size:
+                if not member.offset_data <= end <= file.size:
                     raise tarfile.ReadError(
                         f"{member.name} at byte {member.offset:,} says that it ends at byte "
-                        f"{end:,}, and the file has {piece.size:,} bytes"
+                        f"{end:,}, and the file has {file.size:,} bytes"
                     )
                 if not member.isfile() or hidden(member.name.removeprefix("./")):
                     continue
@@ -185,8 +182,8 @@ def _read_tar(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
                     beside = _label_beside(ending.lower(), data)
                     label = label if beside is None else beside
                     continue
-                fallback, place = folder.rpartition("/")[2] or own, f"{piece.file}:{path}"
-                found = FoundImage(piece.file, member.offset_data, place, fallback, data, problem)
+                fallback, place = folder.rpartition("/")[2] or own, f"{file.name}:{path}"
+                found = FoundImage(file.name, member.offset_data, place, fallback, data, problem)
                 waiting.append(found)
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes it for the end
@@ -194,7 +191,7 @@ def _read_tar(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
         yield from _labelled(waiting, label)
     except tarfile.TarError as error:
         raise SourceError(
-            f"{storage.url}/{piece.file} is not a tar that can be read: {error}. Copy it anew, "
+            f"{storage.url}/{file.name} is not a tar that can be read: {error}. Copy it anew, "
             "without compression: images are compressed already"
         ) from error
 
@@ -224,7 +221,7 @@ def _label_of(value: object) -> str:
     return "" if text in ("-1", "-1.0") else text
 
 
-def _read_parquet(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
+def _read_parquet(storage: Readable, file: DataFile) -> Iterator[FoundImage]:
     """Read the images of a Parquet file in batches; their offset is -1, as they have none.
 
     Raises:
@@ -233,9 +230,9 @@ def _read_parquet(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    where = f"{storage.url}/{piece.file}"
+    where = f"{storage.url}/{file.name}"
     try:
-        table = pq.ParquetFile(storage.open_read(piece.file))
+        table = pq.ParquetFile(storage.open_read(file.name))
         columns = table.schema_arrow.names
         image = next((column for column in IMAGE_COLUMNS if column in columns), None)
         label = next((column for column in LABEL_COLUMNS if column in columns), None)
@@ -250,7 +247,7 @@ def _read_parquet(storage: Readable, piece: Piece) -> Iterator[FoundImage]:
             for value, own in pairs:
                 found: Any = value.get("bytes") if isinstance(value, dict) else value
                 data = found if isinstance(found, bytes) else b""
-                yield FoundImage(piece.file, -1, f"{piece.file}:{row}", _label_of(own), data)
+                yield FoundImage(file.name, -1, f"{file.name}:{row}", _label_of(own), data)
                 row += 1
     except StorageError:
         raise

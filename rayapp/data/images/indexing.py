@@ -39,7 +39,7 @@ from rayapp.data.images.index import (
 )
 from rayapp.data.prepared import MAX_EXAMPLES
 from rayapp.data.ray_tasks import run_tasks
-from rayapp.data.sources import ReadUnit, SourceError
+from rayapp.data.sources import DataFile, SourceError
 from rayapp.storage import Storage, open_storage
 
 
@@ -61,11 +61,11 @@ def prepare(
     if (index := load(storage)) is not None:
         return index
     tasks = tasks_of(recipe)
-    total = sum(task.unit.num_bytes for task in tasks)
+    total = sum(task.num_bytes for task in tasks)
     missing = [task for task in tasks if not storage.exists(_name("unit", task.index, "json"))]
-    finished = total - sum(task.unit.num_bytes for task in missing)
+    finished = total - sum(task.num_bytes for task in missing)
     for task in run_tasks([recipe], root.url, missing, concurrency):
-        finished += task.unit.num_bytes
+        finished += task.num_bytes
         if progress:
             progress(finished, total)
     _merge(recipe, storage, len(tasks))
@@ -76,9 +76,9 @@ def prepare(
 
 def tasks_of(recipe: ImageRecipe) -> list[IndexTask]:
     """Return a task for each unit, in the order of the images."""
-    jobs = [("train", unit) for unit in image_sources.units(recipe.source)]
+    jobs = [("train", *unit) for unit in image_sources.units(recipe.source)]
     if recipe.eval_source is not None:
-        jobs += [("eval", unit) for unit in image_sources.units(recipe.eval_source)]
+        jobs += [("eval", *unit) for unit in image_sources.units(recipe.eval_source)]
     return [IndexTask(number, *job) for number, job in enumerate(jobs)]
 
 
@@ -90,9 +90,14 @@ class IndexTask:
     """Of the unit."""
     origin: str
     """`train`, or `eval` for the source of held-out images."""
-    unit: ReadUnit
+    files: list[DataFile]
+    num_bytes: int
     source: int = 0
     """There is one recipe."""
+
+    def place(self, recipe: ImageRecipe) -> str:
+        """Return the first file that it reads, and the number of the others."""
+        return f"{self.files[0].name} (and {len(self.files) - 1} more files)"
 
     def run(self, recipe: ImageRecipe, url: str, folder: str) -> None:
         """Do it by its recipe, in `folder` of the URL.
@@ -112,7 +117,7 @@ class IndexTask:
         copied = records = 0
         bad: Counter[str] = Counter()
         examples: list[tuple[str, str]] = []
-        for image in image_sources.read(source, self.unit):
+        for image in image_sources.read(source, self.files):
             records += 1
             try:
                 problem = image_sources.problem_of(image)
