@@ -490,9 +490,9 @@ def test_an_optimizer_may_have_defaults_of_its_own(monkeypatch: pytest.MonkeyPat
     assert not any(OPTIMIZERS[name].defaults for name in ("adamw", "adamw8bit", "muon", "sgd"))
     own = replace(OPTIMIZERS["muon"], defaults={"lr": 1e-4, "betas": (0.9, 0.99)})
     monkeypatch.setattr(optimizers, "OPTIMIZERS", {**OPTIMIZERS, "muon": own})
-    found = [load(None, {"train.optimizer": name}).train for name in ("muon", "adamw")]
+    found = [load(None, {"train.optimizer": name}, Config).train for name in ("muon", "adamw")]
     assert [(each.lr, each.betas) for each in found] == [(1e-4, (0.9, 0.99)), (3e-4, (0.9, 0.95))]
-    set_by_user = load(None, {"train.optimizer": "muon", "train.lr": "0.02"}).train
+    set_by_user = load(None, {"train.optimizer": "muon", "train.lr": "0.02"}, Config).train
     assert (set_by_user.lr, set_by_user.betas) == (0.02, (0.9, 0.99))
 
 
