@@ -13,7 +13,7 @@ from rayapp.cluster.options import Options, bucket
 from rayapp.cluster.sizes import HUGEPAGES_HOST_MIB, Fleet, Node, fleet, node
 from rayapp.config import RunConfig
 from rayapp.hardware import Instance, UnknownInstance, instance
-from rayapp.planner.machines import named_instance
+from rayapp.planner.question import named_instance
 
 # The head's machine on EKS also runs the operator, DNS, metrics and the CSI controllers.
 SYSTEM_CPUS, SYSTEM_MIB = 2, 4096

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rayapp.config import RunConfig
 from rayapp.hardware import GIB, Instance
-from rayapp.planner.machines import named_instance
+from rayapp.planner.question import named_instance
 
 
 @dataclass(frozen=True)

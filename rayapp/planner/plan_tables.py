@@ -121,20 +121,16 @@ def _headline(console: Console, plan: Answer) -> None:
         f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
         f"{layout.precision}, {layout.optimizer}, {rest}",
     )
-    rows, size = question.rows_per_step, layout.micro_batch
-    _say(
-        console,
-        f"step      {step}; {rows // size} micro-batches of {size} / {question.workers} workers",
-    )
+    size = layout.micro_batch
+    dealt = f"{question.rows_per_step // size} micro-batches of {size} / {question.workers} workers"
+    _say(console, f"step      {step}; {dealt}")
 
 
 def _memory(console: Console, plan: Answer) -> None:
     unit = "GPU" if plan.question.job is not None else "worker"
     capacity = "" if plan.capacity_gib is None else f" of {plan.capacity_gib:.1f}"
-    _say(
-        console,
-        f"\n[bold]memory[/bold]    {band(plan.peak_gib, '.1f', ' GiB')}{capacity} per {unit}",
-    )
+    peak = band(plan.peak_gib, ".1f", " GiB")
+    _say(console, f"\n[bold]memory[/bold]    {peak}{capacity} per {unit}")
     _say(console, f"          at its most in: {plan.peak.phase}")
     largest = max(plan.peak.total / GIB, plan.capacity_gib or 0.0)
     held = f" (CUDA and NCCL {CONTEXT_BYTES / GIB:.1f})"
@@ -202,18 +198,19 @@ def _settings(plan: Answer) -> str:
     )
 
 
+def _figure(value: Band | float | None, form: str) -> str:
+    number = value.value if isinstance(value, Band) else value
+    return "n/a" if number is None else f"{number:{form}}"
+
+
 def _suggestions(console: Console, plan: Answer, others: list[Suggestion]) -> None:
-    rate = f"{plan.question.unit.many}/s"
     table = _table("faster" if plan.fits else "what would fit")
     table.add_column("set", overflow="fold")
-    for name in ("GiB", rate):
+    for name in ("GiB", f"{plan.question.unit.many}/s"):
         table.add_column(name, no_wrap=True)
-    for suggestion in others:
-        table.add_row(
-            suggestion.change.replace("[", r"\["),
-            band(suggestion.answer.peak_gib, ".1f"),
-            band(suggestion.answer.rate, ",.0f"),
-        )
+    for each in others:
+        gib, rate = band(each.answer.peak_gib, ".1f"), band(each.answer.rate, ",.0f")
+        table.add_row(each.change.replace("[", r"\["), gib, rate)
     console.print()
     console.print(table)
 
@@ -222,15 +219,15 @@ def _choices(console: Console, choices: Mapping[str, Answer]) -> None:
     columns = ("cluster.instance", "nodes", "fits", "GiB", "hours", "USD/h", "USD")
     table = _table("in order of preference", *columns)
     for name, plan in choices.items():
-        price = plan.question.usd_per_hour
+        price, nodes = plan.question.usd_per_hour, plan.question.nodes
         table.add_row(
             name,
-            str(plan.question.nodes),
+            str(nodes),
             {True: "yes", False: "no", None: "perhaps"}[plan.fits],
-            f"{plan.peak_gib.value:.1f}",
-            "n/a" if plan.hours is None else f"{plan.hours.value:,.3g}",
-            "n/a" if price is None else f"{plan.question.nodes * price:,.4g}",
-            "n/a" if plan.cost_usd is None else f"{plan.cost_usd.value:,.0f}",
+            _figure(plan.peak_gib, ".1f"),
+            _figure(plan.hours, ",.3g"),
+            _figure(None if price is None else nodes * price, ",.4g"),
+            _figure(plan.cost_usd, ",.0f"),
         )
     console.print(table)
     console.print()
@@ -245,17 +242,17 @@ def _scaling(console: Console, answers: list[Answer]) -> None:
     assert first.rate is not None
     for plan in answers:
         assert plan.rate is not None
-        each = plan.rate.value / plan.workers
+        efficiency = plan.rate.value / plan.workers * first.workers / first.rate.value
         table.add_row(
             str(plan.question.nodes),
             str(plan.workers),
             "yes" if plan.fits else "no",
-            f"{plan.peak_gib.value:.1f}",
-            f"{plan.rate.value:,.0f}",
-            f"{each * first.workers / first.rate.value:.0%}",
-            *([f"{plan.epoch_hours.value:,.3g}"] if plan.epoch_hours is not None else []),
-            "n/a" if plan.hours is None else f"{plan.hours.value:,.3g}",
-            "n/a" if plan.cost_usd is None else f"{plan.cost_usd.value:,.0f}",
+            _figure(plan.peak_gib, ".1f"),
+            _figure(plan.rate, ",.0f"),
+            f"{efficiency:.0%}",
+            *[_figure(plan.epoch_hours, ",.3g")] * epochs,
+            _figure(plan.hours, ",.3g"),
+            _figure(plan.cost_usd, ",.0f"),
         )
     console.print()
     console.print(table)

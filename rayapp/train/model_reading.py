@@ -31,13 +31,20 @@ from rayapp.config import Lora
 from rayapp.model.attention import takes_any_kernel
 from rayapp.model.build import beside_text
 from rayapp.model.sharding import find_blocks
-from rayapp.planner.measured import Frozen, Measured
+from rayapp.planner.measured import Counted, Frozen, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
-from rayapp.train.block_passes import BlockPass, Counted, block_pass, fixed_bytes, total_of
-from rayapp.train.on_shapes import CPU, GroupedOnShapes, build_on_shapes
+from rayapp.train.block_passes import (
+    CPU,
+    BlockPass,
+    GroupedOnShapes,
+    block_pass,
+    build_on_shapes,
+    fixed_bytes,
+    total_of,
+)
 from rayapp.train.optimizer import embedding_tables, hidden_matrices
 
-# It prints a traceback of what `read` reports in a line.
+# Silence torch's traceback: `read` reports the same error in one line.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapolated linearly
@@ -46,7 +53,7 @@ LONGEST = 2048  # tokens of the longest row that is run; longer rows are extrapo
 def read(
     config: Mapping[str, Any] | PretrainedConfig, *, seq_len: int, fp32: bool, lora: Lora | None
 ) -> Shape:
-    """Return the shape that a config.json describes (see `planner.measured.ReadModel`).
+    """Return the shape that a config.json describes (see `planner.question.ReadModel`).
 
     Raises:
         UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
@@ -243,12 +250,12 @@ def _with_counts(
         lm.to_empty(device=CPU).train()
         short, before = _passes(lm, structure, shortest)
         long, blocks = _passes(lm, structure, longest)
-    fixed, most = _fixed(structure, before, blocks) if shortest < longest else (0, 0)
-    each, largest = fixed / rows, most / rows
-    grows = long.plus(-each / longest, -largest / longest)
-    first = short.plus(-each / shortest, -largest / shortest)
-    counted = first.at(shortest, grows, longest, seq_len)
-    counted = counted.plus(fixed / seq_len, most / seq_len)
+    counted = _at(seq_len, short, long, longest)
+    if shortest < longest:  # what is made of weights alone does not grow with the row
+        fixed = {n: fixed_bytes(before[n], blocks[n]) / rows for n in blocks}
+        every = sum(structure.kinds[n] * size for n, size in fixed.items()), max(fixed.values())
+        first, last = _plus(short, every, -1 / shortest), _plus(long, every, -1 / longest)
+        counted = _plus(_at(seq_len, first, last, longest), every, rows / seq_len)
     if takes_any_kernel(lm.hf.config):
         flops, attention = counted.flops, _windows(blocks, structure.kinds)
     else:  # its own attention: what grows with the row is attention's
@@ -257,22 +264,11 @@ def _with_counts(
         attention = ((growth + long.attention_flops / longest, None),)
     routed = max(block.counted.routed_rows for block in blocks.values()) // (rows * longest)
     measured = Measured(
+        **vars(counted) | {"flops": flops},
+        selective_share=counted.kept_flops / counted.flops,
         parameters=structure.in_blocks,
         largest=max(model.num_parameters(block) for block in structure.blocks),
-        flops=flops,
         attention=attention,
-        kept=counted.kept,
-        kept_selective=counted.kept_selective,
-        kept_outside=counted.kept_outside,
-        largest_kept=counted.largest_kept,
-        in_flight=counted.in_flight,
-        largest_backward=counted.largest_backward,
-        forward=counted.forward,
-        forward_alone=counted.forward_alone,
-        results=counted.results,
-        products=counted.products,
-        selective_share=counted.kept_flops / counted.flops,
-        traffic=counted.traffic,
         kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
         adapted=adapted,
         kernel_packages=tuple(model.kernel_packages(lm.hf)),
@@ -282,22 +278,32 @@ def _with_counts(
         replace(each, active=min(each.copies, max(1, routed))) if each.copies > 1 else each
         for each in shape.linears
     ]
-    copies = max(each.copies for each in experts)
     return replace(
         shape,
         linears=tuple(experts),
         measured=measured,
-        experts=copies,
+        experts=max(each.copies for each in experts),
         active_experts=max(1, routed),
     )
 
 
-def _fixed(
-    structure: _Structure, short: Mapping[int, BlockPass], long: Mapping[int, BlockPass]
-) -> tuple[int, int]:
-    """Return the bytes that all blocks, and the largest, keep of rows of any length."""
-    each = {n: fixed_bytes(short[n], long[n]) for n in long}
-    return sum(structure.kinds[n] * size for n, size in each.items()), max(each.values())
+def _at(wanted: int, short: Counted, long: Counted, longest: int) -> Counted:
+    """Return what a row of `wanted` tokens counts, on the line through half the length and all."""
+    shortest = max(1, longest // 2)
+    share = (wanted - shortest) / (longest - shortest) if longest != shortest else 1.0
+    pairs = {name: (each, getattr(long, name)) for name, each in vars(short).items()}
+    return Counted(**{name: max(0.0, a + share * (b - a)) for name, (a, b) in pairs.items()})
+
+
+def _plus(counted: Counted, fixed: tuple[float, float], share: float) -> Counted:
+    """Return it with a share of the bytes that all blocks keep of any row, and the largest one."""
+    every, largest = fixed
+    return replace(
+        counted,
+        kept=counted.kept + share * every,
+        largest_kept=counted.largest_kept + share * largest,
+        largest_backward=counted.largest_backward + share * largest,
+    )
 
 
 def _windows(

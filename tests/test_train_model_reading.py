@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from memory_trace import trace
 from support.architectures import ARCHITECTURES, COMMON, Architecture
 
 from rayapp import model
 from rayapp.config import Lora, from_dict
 from rayapp.planner import UnknownModel, ask, largest_micro_batch
 from rayapp.planner.flops import context_within, forward_flops, mean_context
-from rayapp.planner.memory import Layout, kept_bytes, peak_memory
+from rayapp.planner.memory import Layout, kept_bytes
 from rayapp.planner.shape import UnknownShape, lora_parameters, shape_of
 from rayapp.planner.step import block_traffic_bytes
 from rayapp.presets import config_of
+from rayapp.train.model_reading import read
 from rayapp.train.planning import plan
-from rayapp.train.reading import read
-from rayapp.train.trace import trace
 
 FAMILIES = ["llama3.1-8b", "mathstral-7b", "llama2-70b", "mixtral-8x7b", "qwen3-4b", "dolly-v2-7b"]
 BY_KIND = {each.kind: each for each in ARCHITECTURES}
@@ -44,7 +44,7 @@ def test_reading_agrees_with_the_formulas_of_known_families(name: str) -> None:
         formula = Layout(known, 8, micro_batch=2, seq_len=2048, checkpointing=checkpointing)
         counted = replace(formula, shape=read_)
         assert kept_bytes(counted) == pytest.approx(kept_bytes(formula), rel=1e-3)
-        assert peak_memory(counted).total == pytest.approx(peak_memory(formula).total, rel=0.02)
+        assert counted.peak().total == pytest.approx(formula.peak().total, rel=0.02)
     if name.startswith("llama"):  # the formula of traffic is Llama's, and an estimate for others
         assert block_traffic_bytes(counted) == pytest.approx(block_traffic_bytes(formula), rel=0.05)
 
@@ -56,7 +56,7 @@ def test_adapters_are_counted_as_the_formula_does() -> None:
     counted = replace(formula, shape=shape)
     assert counted.trainable == formula.trainable
     assert kept_bytes(counted) == pytest.approx(kept_bytes(formula), rel=0.01)
-    assert peak_memory(counted).total == pytest.approx(peak_memory(formula).total, rel=0.02)
+    assert counted.peak().total == pytest.approx(formula.peak().total, rel=0.02)
 
 
 def test_longer_rows_are_extrapolated() -> None:
@@ -187,7 +187,7 @@ def memory(
         param_dtype=None if fp32 else torch.bfloat16,
     )
     built = model.num_parameters(model.build(config, loss=model.no_loss, attention="eager"))
-    return peak_memory(layout).total, found.peak_bytes, shape.parameters - built
+    return layout.peak().total, found.peak_bytes, shape.parameters - built
 
 
 def test_a_reading_is_the_same_whenever_garbage_is_collected() -> None:
@@ -224,14 +224,14 @@ def test_qwen3_30b_a3b_has_its_published_numbers() -> None:
 
 
 def test_a_model_is_read_once_for_the_questions_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rayapp.train import planning, reading
+    from rayapp.train import model_reading, planning
 
     values = BY_KIND["Qwen3_5MoeText"].config().to_dict()
     asked = {"seq_len": 16, "fp32": False, "lora": None}
-    before = reading.read(values, **asked)
+    before = model_reading.read(values, **asked)
     calls: list[str] = []
     monkeypatch.setattr(
-        reading, "read", lambda config, **more: calls.append(config["model_type"]) or before
+        model_reading, "read", lambda config, **more: calls.append(config["model_type"]) or before
     )
     planning._read.cache_clear()
     assert planning.read(values, **asked) == planning.read(values, **asked) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from rayapp.hardware import GIB
 from rayapp.observe import run_folder
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import read_plan
-from rayapp.planner.image_memory import ImageLayout
-from rayapp.planner.memory import Layout
 from rayapp.planner.shape import shape_of
 from rayapp.planner.trained import text_section
 from rayapp.presets import IMAGE_PRESETS, config_of
@@ -28,8 +25,7 @@ PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
   --budget_usd=D       find the cheapest machines for at most D dollars
   --region=NAME        AWS region of the prices; us-west-2 by default
   --images=N           training images of a classifier, where the config has no data.count
-  --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's
-  --trace              also run the real step on fake tensors (imports torch; seconds to minutes)"""
+  --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's"""
 
 LISTED = """rayapp presets [--json]
 
@@ -56,13 +52,13 @@ def plan(argv: list[str]) -> int:
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.console import Console
-    from rayapp.planner.machines import named_instance
-    from rayapp.planner.show import show
+    from rayapp.planner.plan_tables import show
+    from rayapp.planner.question import named_instance
     from rayapp.train import planning
 
-    argv = arguments.flags(argv, {"json", "trace"})
+    argv = arguments.flags(argv, {"json"})
     argv, prepared = _prepared(argv)
-    config, options = arguments.read(argv, {"json": "false", "trace": "false", **OPTIONS})
+    config, options = arguments.read(argv, {"json": "false", **OPTIONS})
     assert isinstance(config, Config | VisionConfig)
     config = planner.with_adapters_lora(config) if isinstance(config, Config) else config
     numbers = {
@@ -86,19 +82,13 @@ def plan(argv: list[str]) -> int:
         answer.reasons.append(warning)
     best = planner.cheapest(question, **numbers) if any(numbers.values()) else None
     others, table = planner.suggestions(question), planner.scaling(question)
-    traced = _trace(config, question.layout) if options["trace"] == "true" else None
     if options["json"] == "true":
-        values = planner.as_dict(answer, others, table, best) | {"traced": traced}
+        values = planner.as_dict(answer, others, table, best)
         if len(choices) > 1:
             values["choices"] = {name: each.as_dict() for name, each in choices.items()}
         print(json.dumps(values, indent=2))
         return Exit.DONE
     show(Console(), answer, others, table, best, choices)
-    if traced is not None:
-        print(
-            f"trace     {traced['peak_gib']:.2f} GiB by the real step on fake tensors, "
-            f"{traced['planned_gib']:.2f} planned (both without slack)"
-        )
     return Exit.DONE
 
 
@@ -139,18 +129,6 @@ def this_machine(config: RunConfig) -> dict[str, Any]:
         return {}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
-
-
-def _trace(config: RunConfig, layout: Layout | ImageLayout) -> dict[str, float]:
-    """Run the real step on fake tensors; return its peak and the plan's, both without slack."""
-    if not (isinstance(config, Config) and isinstance(layout, Layout)):
-        raise ConfigError(["--trace=true is for language models: leave it out"])
-    from rayapp.planner.memory import peak_memory
-    from rayapp.train import trace
-
-    traced = trace.trace_config(config, layout)
-    planned = peak_memory(replace(layout, on_cpu=True)).total
-    return {"peak_gib": traced.peak_bytes / GIB, "planned_gib": planned / GIB}
 
 
 def presets(argv: list[str]) -> int:

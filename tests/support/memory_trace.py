@@ -12,7 +12,6 @@ without the CUDA context.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, masking_utils
 
 from rayapp import model
-from rayapp.config import Config, ConfigError, Lora
-from rayapp.planner.memory import Layout
+from rayapp.config import Lora
+from rayapp.train.block_passes import GroupedOnShapes, build_on_shapes
 from rayapp.train.loss import chunked_cross_entropy
-from rayapp.train.on_shapes import GroupedOnShapes, build_on_shapes
 from rayapp.train.optimizer import make_optimizers
 
 DEVICE = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
@@ -88,42 +86,6 @@ def trace(
             return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
     finally:
         dist.destroy_process_group()
-
-
-def trace_config(config: Config, layout: Layout) -> Trace:
-    """Trace the run that a config describes, with the layout of its plan.
-
-    Raises:
-        ConfigError: it asks for what this trace cannot run.
-    """
-    if layout.quantize != "none" or layout.optimizer != "adamw":
-        raise ConfigError(
-            [
-                "--trace=true is not available: the libraries for 4-bit weights and 8-bit moments, "
-                "and Muon's iterations, do not run on fake tensors. Plan without it"
-            ]
-        )
-    source = model.resolve(config.model.path)
-    values = {**config.model.overrides, "vocab_size": layout.shape.vocabulary}
-    shape = copy.deepcopy(source.config)
-    for name, value in values.items():
-        setattr(shape.get_text_config(), name, value)
-    workers = config.cluster.min_workers
-    return trace(
-        shape,
-        world=workers,
-        micro_batch=layout.micro_batch,
-        seq_len=layout.seq_len,
-        strategy=layout.strategy,
-        replicas=workers // layout.shards,
-        activation_checkpointing=layout.checkpointing,
-        param_dtype=None if layout.precision == "fp32" else torch.bfloat16,
-        loss_chunk=layout.loss_chunk,
-        accumulation=2 if layout.accumulates else 1,
-        lora=config.model.lora,
-        freeze=config.train.freeze,
-        new_tokens=len(config.model.new_tokens),
-    )
 
 
 def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
