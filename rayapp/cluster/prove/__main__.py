@@ -26,8 +26,7 @@ from pathlib import Path
 import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rayapp.cluster import image
-from rayapp.cluster.options import Options, bucket, option_problems
+from rayapp.cluster.options import Options, bucket, image_tag, option_problems
 from rayapp.cluster.prove import page
 from rayapp.cluster.prove.account import AwsAccount
 from rayapp.cluster.prove.proof import Proof
@@ -154,7 +153,7 @@ def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: f
     machines = f"{options.head}, {WORKERS} x {SETTINGS['cluster.instance']} as spot"
     facts = {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "rayapp": f"{image.tag()}, Ray {version('ray')}, Python {platform.python_version()}",
+        "rayapp": f"{image_tag()}, Ray {version('ray')}, Python {platform.python_version()}",
         "region": account.region,
         "machines": machines,
         "cost": f"at most {hours * rate + OTHER_USD:.2f} USD for {hours:.1f} hours",
