@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE_S
 from priced import CHOICES, costs_the_third
-from rayapp.cluster.preflight.findings import requirements_of
 from terraform import ACCOUNT, REGION, Cloud
 
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
 from rayapp.cluster.capacity import start
 from rayapp.cluster.connect import NotReachable
+from rayapp.cluster.preflight.facts import requirements_of
 from rayapp.config import RunConfig, load
 
 TYPES = ("m7i.4xlarge", "c6i.4xlarge", "r6i.4xlarge")

@@ -12,11 +12,13 @@ from proving import BIN, NAME, TASK, Hosts, Site
 from terraform import ROOT, Cloud
 
 from rayapp.cluster import Options
-from rayapp.cluster.prove import page, steps
-from rayapp.cluster.prove.__main__ import main, price
-from rayapp.cluster.prove.account import AwsAccount
-from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, ProofPage, Step
-from rayapp.cluster.prove.proof import Failed, Proof
+from rayapp.cluster.prove import trials
+from rayapp.cluster.prove.__main__ import main, masked, page, price
+from rayapp.cluster.prove.account import AwsAccount, Failed
+from rayapp.cluster.prove.trials import FAIL, NOT_RUN, PASS, Proof, Step
+
+UP, RUN, NOTICE, *_, SAME = trials.TRIALS
+DOWN, LEFT = trials.WAY_DOWN
 
 needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None, reason="terraform is not installed"
@@ -32,14 +34,14 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
 def test_a_page_tells_all_but_the_account() -> None:
     seen = "arn:aws:ec2:us-west-2:123456789012:instance/i-1 is | left"
     listed = [Step("up", PASS, 61.4), Step("run", FAIL, 2.0, seen), Step("down")]
-    outcome = ProofPage("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
-    text = page.text(outcome)
+    whole = page("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
+    text = masked(whole)
     assert text.startswith("# rayapp on ECS: FAIL\n") and "123456789012" not in text
     assert rows(text)["run"] == (FAIL, seen.replace("123456789012", "ACCOUNT").replace("|", "\\|"))
     assert rows(text)["down"] == (NOT_RUN, "") and "| up | PASS | 61 |" in text
     assert "- `make down-ecs NAME=x`" in text
-    assert "123456789012" in page.text(outcome, masked=False)
-    assert ProofPage("all", {}, [Step("up", PASS)]).result == PASS
+    assert "123456789012" in whole
+    assert page("all", {}, [Step("up", PASS)], []).startswith("# all: PASS\n")
 
 
 TOLD_BY_TERRAFORM = """
@@ -57,7 +59,7 @@ make: *** [Makefile:1: down-base] Error 1
 def test_what_terraform_says_is_told_without_its_frame(account: Cloud, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(TOLD_BY_TERRAFORM)
     own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", account.client)
-    proof = Proof(own, "bucket", tmp_path / "config", {}, tmp_path / "log", 0.0)
+    proof = Proof(own, "bucket", tmp_path / "config", tmp_path / "log", {}, 0.0)
     with pytest.raises(Failed) as raised:
         proof.needs(2, "make down-base")
     assert str(raised.value) == (
@@ -104,10 +106,10 @@ def test_a_cluster_that_does_not_come_up_goes_down(
     assert done.returncode == 2, done.stderr  # make's code of a command that failed
     assert "cost: at most " in done.stdout and "USD/h with 1 x m6i.2xlarge and 3 x" in done.stdout
     found = rows(site.page(home))
-    assert list(found)[:2] == [steps.UP, steps.RUN] and list(found)[-2:] == [steps.DOWN, steps.LEFT]
-    assert found[steps.UP][0] == FAIL and "stand-in: terraform fails here" in found[steps.UP][1]
+    assert list(found)[:2] == [UP, RUN] and list(found)[-2:] == [DOWN, LEFT]
+    assert found[UP][0] == FAIL and "stand-in: terraform fails here" in found[UP][1]
     assert {found[name][0] for name in list(found)[1:-2]} == {NOT_RUN}
-    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+    assert found[DOWN][0] == PASS and found[LEFT][0] == PASS
     assert site.page(home).startswith(f"# rayapp on {home.upper()}: FAIL")
     assert "To remove by hand" not in site.page(home)
     calls = site.calls()
@@ -130,10 +132,10 @@ def test_a_cluster_without_its_hosts_goes_down(
 ) -> None:
     site = Site(account, tmp_path)
     within(site, monkeypatch, "CAPACITY=true")  # Terraform's stand-in makes no nodes to wait for
-    monkeypatch.setattr(steps, "LISTED_S", 0.0)
+    monkeypatch.setattr(trials, "LISTED_S", 0.0)
     assert main(["eks", "--yes=1", "--api_cidrs=203.0.113.7/32"]) == 1
     found = rows(site.page("eks"))
-    assert found[steps.UP] == (FAIL, "0 of 3 worker hosts run")
+    assert found[UP] == (FAIL, "0 of 3 worker hosts run")
     calls = site.calls()
     places = [
         next(number for number, call in enumerate(calls) if part in call)
@@ -151,7 +153,7 @@ def test_a_cluster_without_its_hosts_goes_down(
         )
     ]
     assert places == sorted(places), calls
-    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+    assert found[DOWN][0] == PASS and found[LEFT][0] == PASS
 
 
 def test_what_a_failed_tear_down_leaves_is_named(
@@ -162,24 +164,24 @@ def test_what_a_failed_tear_down_leaves_is_named(
 ) -> None:
     site = Site(account, tmp_path, "infra/ecs apply", "infra/base destroy")
     within(site, monkeypatch)
-    monkeypatch.setattr(steps, "LEFT_S", 0.0)
-    sns, go_down = account.client("sns"), steps.go_down
+    monkeypatch.setattr(trials, "LEFT_S", 0.0)
+    sns, go_down = account.client("sns"), trials.go_down
 
     def leaves_a_topic(proof: Proof) -> str:
         tags = [{"Key": "Project", "Value": NAME}]
         sns.create_topic(Name="alarms", Tags=tags)
         return go_down(proof)
 
-    monkeypatch.setattr(steps, "go_down", leaves_a_topic)
+    monkeypatch.setitem(trials.WAY_DOWN, DOWN, leaves_a_topic)
     arn = "arn:aws:sns:us-west-2:123456789012:alarms"
     try:
         assert main(["ecs", "--yes=1"]) == 1
     finally:
         sns.delete_topic(TopicArn=arn)
     text, found = site.page("ecs"), rows(site.page("ecs"))
-    assert found[steps.DOWN][0] == FAIL and "make down-base returned" in found[steps.DOWN][1]
+    assert found[DOWN][0] == FAIL and "make down-base returned" in found[DOWN][1]
     assert len([call for call in site.calls() if "infra/base destroy" in call]) == 2
-    assert found[steps.LEFT] == (FAIL, "1 things are left, listed below")
+    assert found[LEFT] == (FAIL, "1 things are left, listed below")
     hand = text.partition("## To remove by hand")[2]
     assert f"- `make down-ecs NAME={NAME} REGION=us-west-2`" in hand
     assert f"make down-base NAME={NAME} REGION=us-west-2 BUCKET={NAME}-ACCOUNT-us-west-2" in hand
@@ -233,6 +235,6 @@ def test_z_all_of_a_proof(tmp_path: Path, home: str) -> None:
     found = rows(text)
     print(text)
     assert {result for result, _ in found.values()} == {PASS}
-    assert "0 steps lost" in found[steps.NOTICE][1]
-    assert "digests equal" in found[steps.SAME][1]
+    assert "0 steps lost" in found[NOTICE][1]
+    assert "digests equal" in found[SAME][1]
     assert len(hosts.noticed) == 1
