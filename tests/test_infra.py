@@ -885,7 +885,7 @@ def test_variables_are_typed_and_told() -> None:
                 assert re.search(r"^  description = ", block, re.M), f"{path}: {block[:40]}"
                 assert re.search(r"^  type +=", block, re.M), f"{path}: {block[:40]}"
     more = {"base": {"versions.tf"}, "ecs_nodes": {"machine.tf"}, "eks_nodes": {"machine.tf"}}
-    more |= dict.fromkeys(("ecs", "eks"), {"versions.tf", "shared.tf"})
+    more |= {stack: {"versions.tf", "shared.tf"} for stack in ("ecs", "eks")}
     for folder in {path.parent for path in infra.rglob("*.tf")} - {infra / "shared"}:
         own = {"main.tf", "variables.tf", "outputs.tf"}
         assert {path.name for path in folder.glob("*.tf")} == own | more.get(folder.name, set())

@@ -97,9 +97,8 @@ def capacity(argv: list[str]) -> int:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from rayapp.cluster.capacity import start
-    from rayapp.cluster.connect import HOMES, NotReachable, wait_for_tasks
-    from rayapp.cluster.node_groups import wait_for_pods
+    from rayapp.cluster.capacity import start, wait_for_workers
+    from rayapp.cluster.connect import HOMES, NotReachable
     from rayapp.cluster.options import malformed
     from rayapp.config import arguments
 
@@ -114,8 +113,7 @@ def capacity(argv: list[str]) -> int:
     client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
     try:
         start(home, asked["name"], client, seconds, say)
-        wait = wait_for_tasks if home == "ecs" else wait_for_pods
-        wait(asked["name"], client, seconds, say)
+        wait_for_workers(home, asked["name"], client, seconds, say)
     except (NotReachable, BotoCoreError, ClientError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
@@ -130,9 +128,7 @@ CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
 token in ~/.rayapp meanwhile. What it prints is for the shell in which you submit. With a command
-it runs that in such an environment, and returns what it returns.
-
-  --wait_s=0    ECS: wait so long for head and workers; a group of hosts without capacity says so"""
+it runs that in such an environment, and returns what it returns."""
 
 
 def connect(argv: list[str]) -> int:
@@ -175,7 +171,7 @@ def _connect(argv: list[str], command: list[str]) -> int:
     home = argv[0]
     if home not in way_in.HOMES:
         raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "port": "0", "job": "none", "wait_s": "0"}
+    known = {"name": "rayapp", "region": "us-west-2", "port": "0", "job": "none"}
     _, asked = arguments.read(argv[1:], known)
     name, region, job = asked["name"], asked["region"], asked["job"]
     problems = malformed({"name": name, "region": region})
@@ -186,12 +182,8 @@ def _connect(argv: list[str], command: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     port = int(asked["port"]) or way_in.free_port()
-    seconds = arguments.number("wait_s", asked["wait_s"], zero=True)
     if home == "ecs":
-        client = partial(boto3.client, region_name=region)
-        if seconds:
-            way_in.wait_for_tasks(name, client, seconds, partial(print, flush=True))
-        way = way_in.to_ecs(name, region, port, client)
+        way = way_in.to_ecs(name, region, port, partial(boto3.client, region_name=region))
     else:
         way = way_in.to_eks(port, None if job == "none" else job)
     token = Path.home() / ".rayapp" / f"{name}-{home}-{region}-{port}.token"

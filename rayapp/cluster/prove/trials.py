@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rayapp.cluster.connect import wait_for_tasks
+from rayapp.cluster.capacity import wait_for_workers
 from rayapp.cluster.prove.account import AwsAccount, Failed
 from rayapp.observe import metrics, status
 from rayapp.observe.ending import FAILURE, PREEMPTION
@@ -182,7 +182,7 @@ def come_up(proof: Proof) -> str:
     proof.needs(proof.make(up, applied, proof.left_s()), f"make {up}")
     if account.home == "ecs":
         say = partial(print, flush=True)
-        wait_for_tasks(account.name, account.client, proof.left_s(NODES_S), say)
+        wait_for_workers("ecs", account.name, account.client, proof.left_s(NODES_S), say)
     else:
         ready = "--for=condition=RayClusterProvisioned"
         words = ["kubectl", "--namespace", "rayapp", "wait", ready, f"--timeout={NODES_S:.0f}s"]
