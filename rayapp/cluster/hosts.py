@@ -87,7 +87,7 @@ class Service(HostGroup):
 
 @dataclass(frozen=True)
 class NodeGroup(HostGroup):
-    """A node group of EKS, set by its Auto Scaling group as the cluster autoscaler does, and pods."""
+    """A node group of EKS, sized by its Auto Scaling group as the autoscaler does, and its pods."""
 
     def want(self, most: int) -> None:
         """Ask for nodes; pods follow when all of them have come."""
