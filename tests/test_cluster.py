@@ -554,8 +554,6 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ),
         ({"cluster.instance": "m6i.4xlarge", "cluster.gpu": "true"}, {}, "has no GPU"),
         ({"cluster.instance": "g5.2xlarge"}, {"efa": "true"}, "no Elastic Fabric Adapter"),
-        ({}, {"launch": "fargate"}, "Fargate has no GPUs, g5.12xlarge has 4"),
-        ({"cluster.instance": "m6i.4xlarge"}, {"launch": "fargate"}, "no shared memory"),
         (
             {"cluster.instance": "p3.8xlarge"},
             {},

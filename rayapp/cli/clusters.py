@@ -24,7 +24,6 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --data_nodes=0       hosts without GPUs that prepare data; --data_instance=m6i.8xlarge
   --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
-  --launch=ec2         Fargate has no GPUs
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
   --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
@@ -98,17 +97,12 @@ def capacity(argv: list[str]) -> int:
     from botocore.exceptions import BotoCoreError, ClientError
 
     from rayapp.cluster.capacity import start, wait_for_workers
-    from rayapp.cluster.connect import HOMES, NotReachable
-    from rayapp.cluster.options import malformed
+    from rayapp.cluster.connect import NotReachable
     from rayapp.config import arguments
 
-    home = argv[0]
-    if home not in HOMES:
-        raise ConfigError([f"{home} is unknown: there is no such cluster to start. Set ecs or eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "wait_s": "1800"}
-    _, asked = arguments.read(argv[1:], known)
-    if wrong := malformed({"name": asked["name"], "region": asked["region"]}):
-        raise ConfigError(wrong)
+    home, asked, problems = _asked(argv, {"wait_s": "1800"})
+    if problems:
+        raise ConfigError(problems)
     seconds = arguments.number("wait_s", asked["wait_s"])
     client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
     try:
@@ -118,6 +112,17 @@ def capacity(argv: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
+
+
+def _asked(argv: list[str], known: dict[str, str]) -> tuple[str, dict[str, str], list[str]]:
+    """Return ecs or eks, the options of a command that begins with it, and their problems."""
+    from rayapp.cluster.options import malformed
+    from rayapp.config import arguments
+
+    if argv[0] not in ("ecs", "eks"):
+        raise ConfigError([f"{argv[0]} is unknown: there is no such cluster. Set ecs or eks"])
+    _, asked = arguments.read(argv[1:], {"name": "rayapp", "region": "us-west-2", **known})
+    return argv[0], asked, malformed({name: asked[name] for name in ("name", "region")})
 
 
 CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
@@ -165,16 +170,9 @@ def _connect(argv: list[str], command: list[str]) -> int:
     import boto3
 
     from rayapp.cluster import connect as way_in
-    from rayapp.cluster.options import malformed
-    from rayapp.config import arguments
 
-    home = argv[0]
-    if home not in way_in.HOMES:
-        raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "port": "0", "job": "none"}
-    _, asked = arguments.read(argv[1:], known)
+    home, asked, problems = _asked(argv, {"port": "0", "job": "none"})
     name, region, job = asked["name"], asked["region"], asked["job"]
-    problems = malformed({"name": name, "region": region})
     if not asked["port"].isdecimal() or int(asked["port"]) > 65535:
         problems.append(f"--port={asked['port']} is not valid: a port number is expected")
     if job != "none" and home == "ecs":

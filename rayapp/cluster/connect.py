@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 DASHBOARD_PORT = 8265
-HOMES = ("ecs", "eks")
 FORWARD_POLL_S = 0.5
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name

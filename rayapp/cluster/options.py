@@ -31,7 +31,6 @@ SERVER = r"https?://[^\s\"'\\${}]+"
 CHOICES = {
     "market": ("on-demand", "spot", "capacity-block"),
     "efa": ("auto", "true", "false"),
-    "launch": ("ec2", "fargate"),
     "nodes": ("fixed", "autoscaled"),
 }
 ROOT = Path(__file__).parents[2]
@@ -60,7 +59,6 @@ class Options:
     """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
     efa: str = "auto"
     """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
-    launch: str = "ec2"
     components: tuple[str, ...] = ()
     api_cidrs: tuple[str, ...] = ()
     """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""

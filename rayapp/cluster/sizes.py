@@ -216,12 +216,9 @@ def _machine_problems(config: RunConfig, options: Options, worker: Node, head: N
     no_efa = options.efa == "true" and machine.efa_interfaces == 0
     elsewhere = storage.startswith("s3://") and not f"{storage}/".startswith(f"{runs}/")
     too_old = gpu is not None and float(gpu.compute_capability) < IMAGE_CAPABILITY
-    why = f"Fargate has no GPUs, {name} has {machine.gpus}"
-    why = why if machine.gpus else "Fargate gives Ray's object store no shared memory"
     checks = {
         f"efa=true is impossible: {name} has no Elastic Fabric Adapter. Leave --efa out, or set "
         "cluster.instance to one that has, e.g. p4d.24xlarge": no_efa,
-        f"launch=fargate is impossible: {why}. Leave --launch out": options.launch == "fargate",
         f"run.storage={storage} is out of reach: a run's role may write only to {runs}. Set "
         "run.storage to it": elsewhere,
         f"{name} is impossible: the image's PyTorch has no code for its GPU {gpu and gpu.name}. "

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayapp.cluster.preflight.facts import (
@@ -32,6 +32,7 @@ from rayapp.cluster.preflight.facts import (
 from rayapp.cluster.preflight.group_worker import GroupMeasurement, GroupWorker, rounds
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
 from rayapp.config import RunConfig
+from rayapp.observe.ending import reason_of
 from rayapp.storage import StorageError, open_storage
 
 CLOCK_ASKED = 5  # requests; the one with the shortest round trip counts
@@ -258,12 +259,3 @@ def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any
     """Start an actor on this node and on no other."""
     affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(kind).options(scheduling_strategy=affinity, **options).remote(*arguments)
-
-
-def reason_of(error: RayError) -> str:
-    """Return the first line of an error, of its cause if a task or method of an actor raised it."""
-    text = str(error)
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        text = f"{type(error.cause).__name__}: {error.cause}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]
