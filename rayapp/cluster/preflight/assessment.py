@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from rayapp.cluster.preflight import network
 from rayapp.cluster.preflight.facts import (
     ClusterFacts,
-    Device,
     Finding,
     NodeFacts,
     NodeReport,
-    Rank,
     Requirements,
+    Speed,
     size,
 )
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
@@ -38,6 +37,9 @@ FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8
 MEMORY_SHARE = 0.7  # of the data sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
 OF_MEDIAN = 0.85  # of the median of GPUs of the same name, which differ by a few percent
 OF_MEDIAN_CPU = 0.5  # of the median core, as a core may be busy or of another kind
+
+Fault = tuple[str, str, str, str]
+"""What is wrong, what was measured, what is wanted, how to mend it."""
 
 
 def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
@@ -103,163 +105,159 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
 
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Judge one node by itself: limits, GPUs, clock, access to run.storage."""
-    if node.facts is not None:
-        yield from _limits(node, node.facts)
-        yield from _gpus(node, node.facts, required)
-        for device in node.facts.devices:
-            yield from _device(node, device)
-    clock, probe = node.clock, node.probe
-    if clock is not None and abs(clock.offset_s) - clock.error_s > CLOCK_S:
-        yield Finding(
-            node.name,
+    faults = _of_answers(node, facts.storage)
+    if (seen := node.facts) is not None:
+        faults = {**_limits(node, seen), **_gpus(node, seen, required), **faults}
+    yield from (Finding(node.name, *fault) for fault, there in faults.items() if there)
+
+
+def _of_answers(node: NodeReport, storage: str) -> dict[Fault, bool]:
+    """Judge a node's clock and its access to run.storage."""
+    offset_s, error_s = (node.clock.offset_s, node.clock.error_s) if node.clock else (0.0, 0.0)
+    error, shared = (node.probe.error, node.probe.shared) if node.probe else (None, None)
+    to_s3 = "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
+    to_s3 += "s3:ListBucket on the bucket"
+    return {
+        (
             "its clock is off",
-            f"{clock.offset_s:+.1f} s against the driver's",
+            f"{offset_s:+.1f} s against the driver's",
             f"{CLOCK_S:g} s at most",
             "Start chrony (EC2: server 169.254.169.123)",
-        )
-    if probe is not None and probe.error is not None:
-        yield Finding(
-            node.name,
-            f"cannot use run.storage={facts.storage}",
-            probe.error,
+        ): abs(offset_s) - error_s > CLOCK_S,
+        (
+            f"cannot use run.storage={storage}",
+            f"{error}",
             "write, read and delete",
-            "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
-            "s3:ListBucket on the bucket"
-            if facts.storage.startswith("s3://")
-            else "Mount it there, writable",
-        )
-    elif probe is not None and probe.shared is False:
-        yield Finding(
-            node.name,
-            f"run.storage={facts.storage} is a folder of its own",
+            to_s3 if storage.startswith("s3://") else "Mount it there, writable",
+        ): error is not None,
+        (
+            f"run.storage={storage} is a folder of its own",
             "the driver's file is not in it",
             "one folder for all nodes",
             "Mount a shared file system there, or set run.storage=s3://bucket/prefix",
-        )
+        ): error is None and shared is False,
+    }
 
 
-def _limits(node: NodeReport, seen: NodeFacts) -> Iterator[Finding]:
+def _limits(node: NodeReport, seen: NodeFacts) -> dict[Fault, bool]:
     """Judge shared memory, disk, open files and locked memory."""
-    several = node.resources.get("GPU", 0) > 1
+    several, locked = node.resources.get("GPU", 0) > 1, seen.memlock_bytes
     wanted = int(node.resources.get("object_store_memory", 0))
     wanted += NCCL_SHARED_MEMORY_BYTES if several else 0
-    if seen.shared_memory_bytes < wanted:
-        yield Finding(
-            node.name,
+    return {
+        (
             "shared memory (/dev/shm) is too small",
             size(seen.shared_memory_bytes),
             f"{size(wanted)} for Ray's object store{' and NCCL' if several else ''}",
             "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
             "/dev/shm (Kubernetes) or --shm-size (Docker)",
-        )
-    if seen.disk_free_bytes < DISK_FREE_SHARE * seen.disk_bytes:
-        yield Finding(
-            node.name,
+        ): seen.shared_memory_bytes < wanted,
+        (
             f"the disk of {seen.disk} is full",
             f"{size(seen.disk_free_bytes)} free of {size(seen.disk_bytes)}",
             f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
             "Delete what is not needed, or give it a larger disk",
-        )
-    if seen.open_files < OPEN_FILES:
-        yield Finding(
-            node.name,
+        ): seen.disk_free_bytes < DISK_FREE_SHARE * seen.disk_bytes,
+        (
             "too few open files are allowed",
             f"{seen.open_files:,}",
             f"{OPEN_FILES:,}",
             "Raise ulimits.nofile of the container, or `ulimit -n` before `ray start`",
-        )
-    if seen.efa_devices and seen.memlock_bytes is not None:
-        yield Finding(
-            node.name,
+        ): seen.open_files < OPEN_FILES,
+        (
             "locked memory is limited, and EFA registers what it sends",
-            size(seen.memlock_bytes),
+            size(locked or 0),
             "no limit",
             "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
-        )
+        ): seen.efa_devices > 0 and locked is not None,
+    }
 
 
-def _gpus(node: NodeReport, seen: NodeFacts, required: Requirements) -> Iterator[Finding]:
-    """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's."""
+def _gpus(node: NodeReport, seen: NodeFacts, required: Requirements) -> dict[Fault, bool]:
+    """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's.
+
+    Judge the health of each GPU's memory.
+    """
     ray, shown = int(node.resources.get("GPU", 0)), len(seen.devices)
-    if ray > shown:
-        yield Finding(
-            node.name,
+    faults: dict[Fault, bool] = {
+        (
             "Ray counts GPUs that the driver does not show",
             f"{shown} GPUs",
             f"{ray}",
             "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
-        )
+        ): ray > shown
+    }
     wanted = required.instance
-    if wanted is None or wanted.gpu is None or required.gpus is False or not (ray or shown):
-        return
-    if ray < wanted.gpus:
-        yield Finding(
-            node.name,
-            "fewer GPUs than its instance has",
-            f"{ray} in Ray, {shown} shown by the driver",
-            f"{wanted.gpus} ({wanted.name})",
-            "Give the container all GPUs; if the driver shows fewer, replace the instance",
-        )
-    known = {device.name: gpu_from_device_name(device.name) for device in seen.devices}
-    if other := [name for name, gpu in known.items() if gpu and gpu.name != wanted.gpu.name]:
-        yield Finding(
-            node.name,
-            "another GPU than its instance has",
-            ", ".join(sorted(other)),
-            f"{wanted.gpu.name} ({wanted.name})",
-            "Set cluster.instance to what the nodes are",
-        )
-    if seen.efa_devices < wanted.efa_interfaces:
-        yield Finding(
-            node.name,
-            "EFA devices are missing",
-            f"{seen.efa_devices}",
-            f"{wanted.efa_interfaces} ({wanted.name})",
-            "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
-            "(Kubernetes: vpc.amazonaws.com/efa)",
-        )
-
-
-def _device(node: NodeReport, device: Device) -> Iterator[Finding]:
-    """Judge the health of a GPU's memory."""
-    where = f"GPU {device.index} ({device.name})"
-    if device.ecc_errors:
-        yield Finding(
-            node.name,
-            f"{where} has memory errors",
-            f"{device.ecc_errors} that ECC could not correct",
-            "0",
-            "Replace the instance, or reset the GPU and look again",
-        )
-    if device.remap_pending:
-        yield Finding(
-            node.name,
-            f"{where} waits to replace bad memory",
-            "a row is to be remapped",
-            "none",
-            "Restart the instance; if it stays, replace it",
-        )
+    if wanted and wanted.gpu and required.gpus is not False and (ray or shown):
+        known = {device.name: gpu_from_device_name(device.name) for device in seen.devices}
+        other = [name for name, gpu in known.items() if gpu and gpu.name != wanted.gpu.name]
+        faults |= {
+            (
+                "fewer GPUs than its instance has",
+                f"{ray} in Ray, {shown} shown by the driver",
+                f"{wanted.gpus} ({wanted.name})",
+                "Give the container all GPUs; if the driver shows fewer, replace the instance",
+            ): ray < wanted.gpus,
+            (
+                "another GPU than its instance has",
+                ", ".join(sorted(other)),
+                f"{wanted.gpu.name} ({wanted.name})",
+                "Set cluster.instance to what the nodes are",
+            ): other != [],
+            (
+                "EFA devices are missing",
+                f"{seen.efa_devices}",
+                f"{wanted.efa_interfaces} ({wanted.name})",
+                "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
+                "(Kubernetes: vpc.amazonaws.com/efa)",
+            ): seen.efa_devices < wanted.efa_interfaces,
+        }
+    for device in seen.devices:
+        where = f"GPU {device.index} ({device.name})"
+        faults |= {
+            (
+                f"{where} has memory errors",
+                f"{device.ecc_errors} that ECC could not correct",
+                "0",
+                "Replace the instance, or reset the GPU and look again",
+            ): bool(device.ecc_errors),
+            (
+                f"{where} waits to replace bad memory",
+                "a row is to be remapped",
+                "none",
+                "Restart the instance; if it stays, replace it",
+            ): bool(device.remap_pending),
+        }
+    return faults
 
 
 def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
     """Compare every device with its data sheet, and with the median of devices of its name."""
     for device in dict.fromkeys(rank.speed.device for rank in facts.ranks):
         ranks = [rank for rank in facts.ranks if rank.speed.device == device]
-        gpu, share = gpu_from_device_name(device), OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN
-        flops = statistics.median(rank.speed.flops for rank in ranks)
-        memory = statistics.median(rank.speed.memory_bytes_per_s for rank in ranks)
-        flops_mark, memory_mark = _marks(gpu, ranks[0].speed.precision)
-        for rank in ranks:
-            speed, where = rank.speed, facts.node(rank.node).name
-            multiplies = f"multiplies matrices in {speed.precision} slowly"
-            yield from _slow(
-                where, rank, multiplies, speed.flops / 1e12, "TFLOP/s", flops_mark / 1e12,
-                share * flops / 1e12,
-            )  # fmt: skip
-            yield from _slow(
-                where, rank, "moves memory slowly", speed.memory_bytes_per_s / 1e9, "GB/s",
-                memory_mark / 1e9, share * memory / 1e9,
-            )  # fmt: skip
+        speeds, precision = [rank.speed for rank in ranks], ranks[0].speed.precision
+        flops, memory = _marks(gpu_from_device_name(device), precision)
+        for what, unit, sheet, values in (
+            (
+                f"multiplies matrices in {precision} slowly",
+                "TFLOP/s",
+                flops / 1e12,
+                [speed.flops / 1e12 for speed in speeds],
+            ),
+            (
+                "moves memory slowly",
+                "GB/s",
+                memory / 1e9,
+                [speed.memory_bytes_per_s / 1e9 for speed in speeds],
+            ),
+        ):
+            share = OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN
+            mark = max(sheet, share * statistics.median(values))
+            origin = "its sheet" if mark == sheet else "the median of its like"
+            for rank, value in zip(ranks, values, strict=True):
+                if value < mark:
+                    where, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
+                    yield _slow(where, rank.speed, what, f"{value:.3g} {unit}", wanted)
 
 
 def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
@@ -272,20 +270,14 @@ def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
     return flops, MEMORY_SHARE * gpu.memory_bytes_per_s
 
 
-def _slow(
-    node: str, rank: Rank, what: str, value: float, unit: str, sheet: float, peers: float
-) -> Iterator[Finding]:
-    """Report a device below the higher of two limits, `sheet` and `peers`, and say which it is."""
-    mark, speed = max(sheet, peers), rank.speed
-    if value >= mark:
-        return
+def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
     where = "a core" if speed.index is None else f"GPU {speed.index}"
     held = f"; held down by {', '.join(speed.throttled)}" if speed.throttled else ""
     clock = f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
-    yield Finding(
+    return Finding(
         node,
         f"{where} ({speed.device}) {what}",
-        f"{value:.3g} {unit}{clock}{held}",
-        f"{mark:.3g} {unit}, by {'its sheet' if mark == sheet else 'the median of its like'}",
+        f"{value}{clock}{held}",
+        mark,
         "End what else runs there; if nothing does, replace the instance",
     )
