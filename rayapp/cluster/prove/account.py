@@ -16,6 +16,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
+from rayapp.cluster.idle import worker_hosts
+
 # 2 minutes: the least that the action takes, and what EC2 itself gives.
 NOTICE = {
     "actionId": "aws:ec2:send-spot-instance-interruptions",
@@ -57,18 +59,9 @@ class AwsAccount:
 
     def workers(self) -> list[str]:
         """Return the ids of the running worker hosts, the oldest first."""
-        filters = [
-            {"Name": "tag:Project", "Values": [self.stack]},
-            {"Name": "instance-state-name", "Values": ["running"]},
-        ]
-        others = [{"Key": "Name", "Value": f"{self.stack}-{each}"} for each in ("head", "system")]
-        hosts = [
-            (host["LaunchTime"], host["InstanceId"])
-            for group in self._all("ec2", "describe_instances", Filters=filters)
-            for host in group["Instances"]
-            if not any(tag in others for tag in host["Tags"])
-        ]
-        return [host for _, host in sorted(hosts)]
+        hosts = worker_hosts(self.client, self.stack).get(self.stack, [])
+        running = [host for host in hosts if host["State"]["Name"] == "running"]
+        return [host["InstanceId"] for host in sorted(running, key=lambda host: host["LaunchTime"])]
 
     @contextmanager
     def terminated(self, host: str) -> Iterator[None]:
