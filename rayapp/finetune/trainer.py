@@ -149,6 +149,7 @@ class LanguageTrainer(Trainer):
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             skip_bad=config.train.on_spike == "skip",
             own_loss=config.train.loss,
+            last_of_step=partial(model.sum_over_replicas, self.parts.lm),
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)

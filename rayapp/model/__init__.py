@@ -45,7 +45,7 @@ from rayapp.model.mixers import split_documents
 from rayapp.model.names import described, freeze, lr_factors, matching
 from rayapp.model.new_tokens import rows_problem
 from rayapp.model.scans import kernel_packages, missing_kernels
-from rayapp.model.sharding import device_mesh, held, num_nodes, shard
+from rayapp.model.sharding import device_mesh, held, num_nodes, shard, sum_over_replicas
 from rayapp.model.source import (
     SHAPE_PATTERNS,
     ModelSource,
@@ -107,6 +107,7 @@ __all__ = [
     "rows_problem",
     "shard",
     "split_documents",
+    "sum_over_replicas",
     "takes_4_bits",
     "unknown_targets",
     "use_float8",
