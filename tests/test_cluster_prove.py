@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -66,6 +67,41 @@ def test_what_terraform_says_is_told_without_its_frame(account: Cloud, tmp_path:
         "make down-base returned 2: Destroy complete? No. / Error: deleting S3 Bucket "
         "(rayapp-prove): BucketNotEmpty / with module.storage.aws_s3_bucket.this,"
     )
+
+
+LINES = [{"step": n, "batch_digest": f"{n:016x}", "loss": 2.0, "workers": 2} for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, "3 digests equal, losses within 0 nats per token"),
+        ({2: {"loss": 2.01}}, "3 digests equal, losses within 0.01 nats per token"),
+        ({2: {"loss": 2.1}}, "digests are equal, losses differ by 0.1 nats per token"),
+        ({1: {"loss": None}}, "digests are equal, losses differ by inf nats per token"),
+        ({1: {"batch_digest": "0"}}, "batch_digest differs, first at line 2 of 3 and 3"),
+        ({2: None}, "step differs, first at line 3 of 3 and 2"),
+    ],
+)
+def test_both_runs_are_compared_step_by_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[int, dict[str, object] | None],
+    seen: str,
+) -> None:
+    other = [
+        {**line, **(change or {})}
+        for number, line in enumerate(LINES)
+        if (change := changes.get(number, {})) is not None
+    ]
+    lines = {trials.DISTURBED: LINES, trials.UNDISTURBED: other}
+    monkeypatch.setattr(Proof, "run", lambda _, name: name)
+    monkeypatch.setattr(trials.metrics, "read", lines.__getitem__)
+    own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", lambda _: None)
+    proof = Proof(own, "bucket", tmp_path, tmp_path, {}, 0.0)
+    passes = seen.startswith("3 digests")
+    with contextlib.nullcontext() if passes else pytest.raises(Failed, match=re.escape(seen)):
+        assert trials.compare(proof) == seen
 
 
 def test_a_bucket_with_versions_can_be_emptied(account: Cloud) -> None:
