@@ -6,8 +6,6 @@ import hashlib
 import json
 import re
 import shlex
-from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from string import Template
@@ -15,21 +13,23 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from rayapp.cluster import alternatives, data_nodes, image
-from rayapp.cluster.check import check_task_definition
-from rayapp.cluster.machines import bought, machines_of, worker_node
-from rayapp.cluster.options import COMPONENTS, Options, bucket, option_problems, stack
+from rayapp.cluster.groups import Files, groups_of, pods, tasks
+from rayapp.cluster.options import COMPONENTS, Options, bucket, image_tag, option_problems, stack
 from rayapp.cluster.sizes import (
     HEAD_DISK_GIB,
     HUGEPAGES_POD_MIB,
-    WORKER_DISK_GIB,
     Fleet,
     Node,
+    bought,
     cost_line,
+    data_cost_line,
+    gpus_of,
     machine_variables,
+    machines_of,
     node,
+    worker_node,
 )
-from rayapp.config import ConfigError, RunConfig
+from rayapp.config import RunConfig
 from rayapp.config.text import flatten, shipped
 from rayapp.hardware import instance
 from rayapp.observe.run_folder import RETRIED
@@ -54,7 +54,7 @@ Values: TypeAlias = dict[str, Any]
 """The values of the `${name}` placeholders in the files."""
 
 
-def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]:
+def render(platform: str, config: RunConfig, options: Options) -> Files:
     """Return {path: text} of all files that a platform needs, terraform.tfvars.json included.
 
     Raises:
@@ -62,35 +62,20 @@ def render(platform: str, config: RunConfig, options: Options) -> dict[str, str]
     """
     problems = option_problems(platform, options)
     options = bought(config, options, problems)
-    head, fleets, data = _machines(platform, config, options, problems)
-    each = [_values(platform, config, options, head, workers) for workers in fleets]
-    groups = dict[str, dict[str, object]]()
-    if len(fleets) == 1:
-        one = _ecs if platform == "ecs" else partial(_kuberay, config, options, fleets[0])
-        files = one(each[0])
-    elif platform == "ecs":
-        files, groups = alternatives.tasks([_ecs(values) for values in each], fleets)
-    else:
-        made = list[dict[str, str]]()
-        for number, (values, workers) in enumerate(zip(each, fleets, strict=True), start=1):
-            values |= alternatives.pods_values(number, workers)
-            own = replace(options, market=workers.choice.place[1])
-            made.append(_kuberay(config, own, workers, values))
-        files, groups = alternatives.pods(made, fleets)
-    groups = groups or _group(platform, options, fleets[0])
-    if data is not None:
-        values = _values(platform, config, options, head, data)
-        values |= data_nodes.values(data, len(fleets))
-        groups[data_nodes.GROUP] = data_nodes.variables(data)
-        if platform == "ecs":
-            groups[data_nodes.GROUP]["task"] = data_nodes.GROUP
-            data_nodes.add_task(files, _ecs(values))
-        else:
-            own = replace(options, market="on-demand")
-            data_nodes.add_pods(files, _kuberay(config, own, data, values))
-    variables = _terraform(platform, options, head)
-    variables["workers"] = groups
-    variables["idle_minutes"] = config.cluster.idle_minutes or 0
+    head, fleets, data = machines_of(platform, config, options, problems)
+    groups, each = groups_of(platform, options, fleets, data), list[Files]()
+    for group in groups:
+        values = _values(platform, config, options, head, group.fleet) | group.values
+        each.append(_ecs(values) if platform == "ecs" else _kuberay(config, group.options, values))
+    files = (tasks if platform == "ecs" else pods)(each, groups)
+    variables = {
+        "name": options.name,
+        "region": options.region,
+        **({} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}),
+        "head": machine_variables(head, HEAD_DISK_GIB),
+        "workers": {group.name: group.variables for group in groups},
+        "idle_minutes": config.cluster.idle_minutes or 0,
+    }
     files["terraform.tfvars.json"] = json.dumps(variables, indent=2) + "\n"
     return files
 
@@ -103,36 +88,13 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
     """
     problems: list[str] = []
     options = bought(config, options, problems)
-    head, fleets, data = _machines(platform, config, options, problems)
+    head, fleets, data = machines_of(platform, config, options, problems)
     lines = [
         cost_line(platform, workers, head.instance, options.region, options.market)
         for workers in fleets
     ]
-    if data is not None:
-        lines.append(data_nodes.cost_line(data, options.region))
+    lines += [] if data is None else [data_cost_line(data, options.region)]
     return "\n".join(lines)
-
-
-def _machines(
-    platform: str, config: RunConfig, options: Options, problems: list[str]
-) -> tuple[Node, list[Fleet], Fleet | None]:
-    """Return the head, the workers on each type of cluster.instance, and the hosts for data.
-
-    Raises:
-        ConfigError: with `problems` and those that are found.
-    """
-    data = data_nodes.data_fleet(options, problems)
-    machines = machines_of(platform, config, options, problems)
-    if machines is not None and data is not None:
-        of_workers = [_gpus(config, workers) for workers in machines[1]]
-        data_nodes.refuse_without_gpus(min(of_workers), problems)
-    if machines is None or problems:
-        raise ConfigError(problems)
-    return (*machines, data)
-
-
-def _gpus(config: RunConfig, workers: Fleet) -> int:
-    return workers.worker.instance.gpus if config.cluster.gpu != "false" else 0
 
 
 def paths_of_this_machine(config: RunConfig) -> list[str]:
@@ -149,7 +111,7 @@ def paths_of_this_machine(config: RunConfig) -> list[str]:
     ]
 
 
-def write(files: dict[str, str], folder: Path) -> None:
+def write(files: Files, folder: Path) -> None:
     """Write rendered files into a folder, subfolders included."""
     for name, text in files.items():
         path = folder / name
@@ -168,7 +130,7 @@ def _values(
         "region": options.region,
         "stack": name,
         "log_group": f"/{name}/ray",
-        "image": f"{registry}/{options.name}:{options.tag or image.tag()}",
+        "image": f"{registry}/{options.name}:{options.tag or image_tag()}",
         "agent_image": AGENT_IMAGE,
         "ray_version": version("ray"),
         "drain_s": DRAIN_S,
@@ -186,7 +148,7 @@ def _values(
         "max_nodes": workers.max_nodes,
         "worker_cpus": worker.cpus,
         "worker_cpu_units": worker.cpus * 1024,
-        "worker_gpus": _gpus(config, workers),
+        "worker_gpus": gpus_of(config, workers),
         "worker_efa": worker.efa,
         "hugepages_mib": HUGEPAGES_POD_MIB,
         "head_pod_cpus": head.cpus,
@@ -208,7 +170,7 @@ def _fill(path: Path, values: Values) -> str:
     return Template(path.read_text(encoding="utf-8")).substitute(values)
 
 
-def _ecs(values: Values) -> dict[str, str]:
+def _ecs(values: Values) -> Files:
     """Return the task definitions as JSON for `aws ecs register-task-definition`."""
     gpus, efa = values["worker_gpus"], values["worker_efa"]
     values["worker_gpu_requirements"] = json.dumps(
@@ -229,13 +191,11 @@ def _ecs(values: Values) -> dict[str, str]:
             container["environment"] += [
                 {"name": name, "value": url} for name, url in values["servers"].items()
             ]
-        problems = check_task_definition(definition)
-        assert not problems, problems
         files[f"{role}.json"] = json.dumps(definition, indent=2) + "\n"
     return files
 
 
-def _kuberay(config: RunConfig, options: Options, workers: Fleet, values: Values) -> dict[str, str]:
+def _kuberay(config: RunConfig, options: Options, values: Values) -> Files:
     """Return kustomize folders: `cluster` is a RayCluster that stays, `job` a run with its own."""
     chosen = [name for name in COMPONENTS if name in options.components]
     if options.market == "spot" and "spot" not in chosen:
@@ -320,28 +280,3 @@ def rayjob_name(name: str, storage: str, options: Options) -> str:
     words = words if words[0].isalpha() else f"run-{words}"
     digest = hashlib.sha256(f"{storage}/{name}".encode()).hexdigest()[:8]
     return f"{words[: RAYJOB_LETTERS - 9].rstrip('-')}-{digest}"
-
-
-def _group(platform: str, options: Options, workers: Fleet) -> alternatives.Groups:
-    """Return Terraform's variables of the one group of workers, by its name."""
-    group = {
-        **machine_variables(workers.worker, WORKER_DISK_GIB),
-        "nodes": 0 if options.nodes == "autoscaled" else workers.max_nodes,
-        "max_nodes": workers.max_nodes,
-        "market": options.market,
-        "reservation_id": options.reservation,
-    }
-    if platform != "ecs":
-        group["autoscaled"] = options.nodes == "autoscaled"
-    return {options.market if platform == "ecs" else "workers": group}
-
-
-def _terraform(platform: str, options: Options, head: Node) -> dict[str, object]:
-    """Return Terraform's variables of a stack, without the workers: name, region and head."""
-    stack_only = {} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}
-    return {
-        "name": options.name,
-        "region": options.region,
-        **stack_only,
-        "head": machine_variables(head, HEAD_DISK_GIB),
-    }

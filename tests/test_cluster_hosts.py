@@ -23,9 +23,8 @@ from terraform import ACCOUNT, Cloud
 
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
-from rayapp.cluster.capacity import start
+from rayapp.cluster.capacity import start, wait_for_workers
 from rayapp.cluster.connect import NotReachable
-from rayapp.cluster.node_groups import wait_for_pods
 from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, RunConfig, load
 
 TYPES = ("m7i.4xlarge", "c6i.4xlarge", "r6i.4xlarge")
@@ -82,7 +81,6 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayapp.cluster.capacity.POLL_S", 0.1)
-    monkeypatch.setattr("rayapp.cluster.connect.POLL_S", 0.1)
 
 
 class Kube(Site):
@@ -231,10 +229,10 @@ def test_one_type_is_waited_for(
     scaling.set_desired_capacity(AutoScalingGroupName=name, DesiredCapacity=NODES)
     said = list[str]()
     with pytest.raises(NotReachable, match=r"0 of 2 workers are ready, We currently do not have"):
-        wait_for_pods("rayapp", account.client, 0.3, said.append)
+        wait_for_workers("eks", "rayapp", account.client, 0.3, said.append)
     assert len(said) == 1 and "c6i.4xlarge" in said[0]
     kube().say(unready=[])
-    wait_for_pods("rayapp", account.client, 0.3, said.append)
+    wait_for_workers("eks", "rayapp", account.client, 0.3, said.append)
     assert len(said) == 1
 
 
