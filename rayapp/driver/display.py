@@ -23,6 +23,7 @@ from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, 
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
 from rayapp.observe.words import clock
+from rayapp.storage import open_storage
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -196,6 +197,8 @@ def next_steps(result: RunResult) -> list[str]:
     lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
     if result.get("model_path") and unit_of(result) == TOKENS:
         lines.append(f"      rayapp generate {run}")
+        if open_storage(result["model_path"]).exists("adapter_config.json"):
+            lines.append(f"      rayapp merge {run}: the adapter and its base, to hand over")
     return lines
 
 
