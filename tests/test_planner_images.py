@@ -272,5 +272,3 @@ def test_options_of_the_other_kind_are_refused(capsys: pytest.CaptureFixture[str
     text = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
     assert main(["plan", text, "--images=5"]) != Exit.DONE
     assert "is for image classifiers" in capsys.readouterr().err
-    assert main(["plan", RESNET, "--trace"]) != Exit.DONE
-    assert "is for language models" in capsys.readouterr().err

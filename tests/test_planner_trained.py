@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rayapp import model, planner
-from rayapp.cli import planning
+from rayapp.cli import plans
 from rayapp.config import Config, from_dict
 from rayapp.data import tokens
 from rayapp.driver.checks import plan_problem
@@ -139,7 +139,7 @@ def test_random_weights_are_said_by_plan_and_run(
 ) -> None:
     path = str(folders / "model") if path == "model" else path
     words = [f"--model.path={path}", f"--model.from_scratch={from_scratch}"]
-    assert planning.plan([*words, "--train.micro_batch=1"]) == 0
+    assert plans.plan([*words, "--train.micro_batch=1"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     config = from_dict(
         {

@@ -17,10 +17,10 @@ from rayapp.config.fields import (
     comma_list,
     mapping,
 )
+from rayapp.config.optimizers import ImageOptimizerName, TrainSection
 from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
 
 Share = Annotated[float, Field(ge=0, le=1)]
-ImageOptimizer = Literal["sgd", "lars", "adamw"]
 ImageStrategy = Literal["ddp", "full_shard", "shard_grad_op", "hybrid_shard"]
 Three = Annotated[tuple[float, float, float], BeforeValidator(comma_list)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -84,12 +84,12 @@ class ImageDataConfig(Section):
     """Ray Data tasks at once that read, decode and augment; none takes the CPUs left over."""
 
 
-class ImageTrain(Section):
+class ImageTrain(TrainSection):
     images_per_step: int = Field(default=256, ge=1)
     """Global batch: images per optimizer step, over all workers."""
     micro_batch: int = Field(default=64, ge=1)
     """Images in one forward and backward on one worker: what batch-norm takes its statistics of."""
-    optimizer: ImageOptimizer = "sgd"
+    optimizer: ImageOptimizerName = "sgd"
     """lars: SGD with a rate for each layer (large batches)."""
     max_steps: OptionalInt = Field(default=None, ge=0)
     """Optimizer steps; none is derived from epochs."""

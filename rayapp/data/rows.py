@@ -256,8 +256,9 @@ class TokenRows:
 
 def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
     """Read the rows that `rank` of `world` takes in a step."""
-    ids, positions = order.micro_batches(step, rank, world), order.places(rank, world)  # [m, b]
-    return _batch(rows, step, ids, np.where(ids == EMPTY, EMPTY, positions), order.source_ends)
+    ids = order.micro_batches(step, rank, world)  # [m, b]
+    positions = np.where(ids == EMPTY, EMPTY, order.places(rank, world))
+    return _batch(rows, step, ids, positions, order.source_ends)
 
 
 def _batch(

@@ -43,7 +43,7 @@ from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
-from rayapp.train.reading import read
+from rayapp.train.model_reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import STAY

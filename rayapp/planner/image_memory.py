@@ -13,15 +13,14 @@ from typing import Any
 
 from rayapp.config import VisionConfig
 from rayapp.config.language import Precision
-from rayapp.config.vision import ImageOptimizer, ImageStrategy
+from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName
+from rayapp.config.vision import ImageStrategy
 from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.memory import FP32, Peak
 from rayapp.planner.shape import UnknownShape
 from rayapp.planner.trained import read_config_json
 from rayapp.presets import IMAGE_PRESETS
 
-# fp32 numbers that the optimizer keeps per parameter.
-STATES: dict[ImageOptimizer, int] = {"sgd": 1, "lars": 1, "adamw": 2}
 # Bytes of cuDNN's workspace for its fastest algorithm. Estimate: half a GiB, not measured.
 WORKSPACE_BYTES = 2**29
 
@@ -36,7 +35,7 @@ class ImageLayout:
     micro_batch: int
     strategy: ImageStrategy = "ddp"
     precision: Precision = "bf16"
-    optimizer: ImageOptimizer = "sgd"
+    optimizer: ImageOptimizerName = "sgd"
     compiled: bool = False
     averaged: bool = False
     """A moving average of the weights is kept."""
@@ -87,7 +86,7 @@ class ImageLayout:
         terms = {
             "parameters": of_shard,
             "gradients": of_shard,
-            "optimizer": of_shard * STATES[self.optimizer],
+            "optimizer": of_shard / FP32 * OPTIMIZERS[self.optimizer].moment_bytes,
             "average": of_shard if self.averaged else 0.0,
             "gathers": copies + gathers,
             "activations": count * self.kept_bytes,
@@ -98,9 +97,10 @@ class ImageLayout:
 
     def checkpoint_bytes(self) -> float:
         """Return the bytes of one checkpoint, all ranks together."""
-        return FP32 * self.trainable * (1.0 + STATES[self.optimizer] + self.averaged)
+        moments = OPTIMIZERS[self.optimizer].moment_bytes
+        return self.trainable * (FP32 * (1.0 + self.averaged) + moments)
 
-    def model_flops(self, context: float) -> float:
+    def model_flops(self) -> float:
         """Return the model FLOPs per training image: a backward pass costs two forward passes."""
         return 6.0 * self.shape.macs
 

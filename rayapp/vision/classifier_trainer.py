@@ -37,7 +37,7 @@ from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.engine import Engine
-from rayapp.train.optimizer import make_image_optimizer
+from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.trainer import Trainer, peak_flops
@@ -63,7 +63,7 @@ class ImageTrainer(Trainer):
         self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
         self.classifier = cast(Classifier, self.ddp.module if self.ddp else self.model)
         train = spec.config.train
-        optimizer = make_image_optimizer(
+        self.optimizers = make_optimizers(
             train.optimizer,
             self.classifier,
             lr=train.lr,
@@ -71,7 +71,6 @@ class ImageTrainer(Trainer):
             momentum=train.momentum,
             betas=train.betas,
         )
-        self.optimizers = [optimizer]
         self.average = Average(self.classifier, train.ema) if train.ema else None
         self.batch_norms = batch_norms(self.classifier)
         self._last, self._settling = True, Settling([])
