@@ -17,7 +17,7 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
     )
 )
 FENCE = "rayapp/driver/fence.py"
-METRICS = "rayapp/observe/metrics.py"
+METRICS = "rayapp/observe/metrics_log.py"
 OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
 OF_RECOVERY = "tests/test_driver_recovery.py"
@@ -218,8 +218,8 @@ DRIVER = (
     Mutation(
         "not-a-number-in-json",
         METRICS,
-        "json.dumps(_finite(asdict(record)), allow_nan=False)",
-        "json.dumps(asdict(record))",
+        "json.dumps(_finite(line), allow_nan=False)",
+        "json.dumps(line)",
         OF_METRICS,
     ),
     Mutation(

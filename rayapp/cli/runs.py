@@ -16,7 +16,7 @@ from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
 from rayapp.observe.figures import OWN, figures
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock

@@ -40,8 +40,9 @@ from rayapp.observe.console import Console as PlainConsole
 from rayapp.observe.events import Journal
 from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.origin import submission_id
-from rayapp.observe.records import MetricsLine, RunResult, Summary
+from rayapp.observe.records import RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of, stays
 from rayapp.observe.run_folder import ASKED, DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result

@@ -16,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from rayapp.config.fields import TOKENS, unit_of
-from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
+from rayapp.observe.metrics import HeldOut, MetricsLine, figure
+from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
 from rayapp.observe.words import clock, formed

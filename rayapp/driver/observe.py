@@ -24,7 +24,8 @@ from rayapp.observe import goodput, trackers
 from rayapp.observe.columns import Follower
 from rayapp.observe.gauges import CheckpointInterval, Driver
 from rayapp.observe.hooks import Hooks
-from rayapp.observe.records import MetricsLine, Sample, Summary
+from rayapp.observe.metrics import MetricsLine, Sample
+from rayapp.observe.records import Summary
 from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CHECKPOINTS, FAILED
 from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s

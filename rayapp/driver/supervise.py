@@ -31,7 +31,8 @@ from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM
 from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
-from rayapp.observe.records import MetricsLine, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Summary
 from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import (
     CONFIG,

@@ -15,7 +15,7 @@ from rayapp.finetune.check import check, settle
 from rayapp.finetune.micro_batch import after_failure
 from rayapp.finetune.prepare import prepare
 from rayapp.jobs.results import Result
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.result import RunFailed
 
 __all__ = ["RunFailed", "finetune"]

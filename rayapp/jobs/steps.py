@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 from rayapp.observe.columns import Follower
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.run_folder import EXIT_CODES
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.observe import metrics, segments
-from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe import metrics
+from rayapp.observe.metrics import MetricsLine, figure
 from rayapp.observe.run_files import MOST
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
@@ -61,11 +61,11 @@ class Columns:
 
         def reading() -> Columns:
             columns = cls(names)
-            for start, data in segments.blocks(storage):
+            for start, data in metrics.blocks(storage):
                 columns.extend(data, start, storage)
             return columns
 
-        return segments.uncut(reading)
+        return metrics.uncut(reading)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -149,10 +149,10 @@ class Follower:
             StorageError: the file cannot be read.
         """
         known = len(self.steps)
-        return segments.uncut(lambda: self._poll(known))
+        return metrics.uncut(lambda: self._poll(known))
 
     def _poll(self, known: int) -> int:
-        parts = segments.parts(self._storage)
+        parts = metrics.parts(self._storage)
         if (parts[-1].end if parts else 0) >= self._end and self._take(parts):
             return known
         return self._again(parts)  # the file was cut back, and may have grown since
@@ -165,13 +165,13 @@ class Follower:
         """
         steps = self.steps
         first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]
-        data = segments.read(self._storage, first, end)
+        data = metrics.read_bytes(self._storage, first, end)
         lines = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
         if _known(Columns.of(lines, KNOWN_BY), 0) != _known(steps, start, stop):
             raise StorageError("read", f"{self._storage.url}/{METRICS}", "it has been cut")
         return lines
 
-    def _again(self, parts: list[segments.Part]) -> int:
+    def _again(self, parts: list[metrics.Part]) -> int:
         before, self.steps = self.steps, Columns(self._names)
         self._end, self._last = 0, b""
         self._take(parts)
@@ -181,10 +181,10 @@ class Follower:
             same &= before[name][:both] == self.steps[name][:both]
         return both if same.all() else int(np.argmin(same))
 
-    def _take(self, parts: list[segments.Part]) -> bool:
+    def _take(self, parts: list[metrics.Part]) -> bool:
         """Take what follows the last line; False if that line is not where it was."""
         held = self._end - len(self._last)
-        for start, data in segments.blocks(self._storage, held, parts):
+        for start, data in metrics.blocks(self._storage, held, parts):
             if start == held and not data.startswith(self._last):
                 return False
             whole = data[: data.rfind(b"\n") + 1]

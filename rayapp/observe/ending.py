@@ -6,7 +6,8 @@ import errno
 import os
 from dataclasses import dataclass
 
-from rayapp.observe.records import MetricsLine, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Summary
 from rayapp.observe.words import last_line
 from rayapp.storage import StorageError
 from rayapp.storage.local import LOCAL_REASONS

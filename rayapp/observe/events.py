@@ -28,8 +28,9 @@ from rayapp.observe.goodput import (
     read_events,
     spent,
 )
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.origin import origin, redacted, submission_id
-from rayapp.observe.records import Event, EventFields, MetricsLine
+from rayapp.observe.records import Event, EventFields
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.machines import named_instance, nodes_of, price_of
 from rayapp.storage import Storage

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rayapp.config.fields import unit_of
 from rayapp.observe.columns import Columns
-from rayapp.observe.records import figure
+from rayapp.observe.metrics import figure
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, clock, formed
 

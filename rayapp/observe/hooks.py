@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.code import CodeError, load_code
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.words import last_line
 
 PART = 500  # lines that are read at once

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, Required, TypeAlias, cast
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from rayapp.data.report import DataReport
+from rayapp.observe.metrics import HeldOut, Sample
 from rayapp.observe.run_files import Count, Number, UnixTime
 from rayapp.planner.json_values import BandValues, Forecast
 
@@ -92,70 +93,6 @@ class Asked(TypedDict):
     plan: Plan
     config: str
     """Its config.yaml."""
-
-
-# ---- metrics.jsonl ----------------------------------------------------------------------------
-
-
-Sample: TypeAlias = Annotated[tuple[str, str], Field(strict=False)]
-"""(prompt, the model's continuation); a list of two in JSON."""
-
-
-class HeldOut(TypedDict, total=False):
-    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
-
-    eval_loss: Number | None
-    eval_loss_per_byte: Number | None
-    eval_metrics: dict[str, Number | None] | None
-    eval_loss_by_source: dict[str, Number | None] | None
-    eval_samples: list[Sample] | None
-    eval_top1: Number | None
-    eval_top5: Number | None
-
-
-@with_config(ConfigDict(strict=True))
-class MetricsLine(HeldOut, total=False):
-    """A line of metrics.jsonl: a StepRecord with None for values that are not finite."""
-
-    step: Required[Count]
-    attempt: Required[Count]
-    time: Required[UnixTime]
-    epoch: Number
-    loss: Number | None
-    grad_norm: Number | None
-    lr: Number
-    mfu: Number | None
-    step_s: Number
-    data_wait_s: Number
-    checkpoint_stall_s: Number
-    eval_s: Number
-    skipped: bool
-    peak_gib: Number
-    peak_forward_gib: Number
-    peak_backward_gib: Number
-    peak_optimizer_gib: Number
-    workers: Count
-    batch_digest: str
-    # In runs that count tokens.
-    loss_per_byte: Number | None
-    own_loss: Number | None
-    router_loss: Number | None
-    expert_imbalance: Number | None
-    tokens: Count
-    loss_by_source: dict[str, Number | None] | None
-    tokens_by_source: dict[str, Count] | None
-    tokens_per_s: Number
-    tokens_per_s_per_gpu: Number
-    # In runs that count images.
-    images: Count
-    images_per_s: Number
-    images_per_s_per_gpu: Number
-
-
-def figure(record: Mapping[str, object], name: str) -> float | None:
-    """Return a number of a record whose name is computed, None if the record lacks it."""
-    value = record.get(name)
-    return value if isinstance(value, int | float) else None
 
 
 # ---- events.jsonl -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ CONFIG = "config.yaml"
 PLAN = "plan.json"
 ASKED = "asked.json"  # both of a command that has not done a step, where the run has some
 METRICS = "metrics.jsonl"
-SEGMENTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
+METRICS_PARTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
 EVENTS = "events.jsonl"
 ACTIVITY = "activity.json"  # what the driver does at the moment
 RANK_ACTIVITY = "activity-rank-0.json"  # what rank 0 does while it takes no steps
@@ -39,7 +39,7 @@ RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the 
 FILES = (CONFIG, PLAN, ASKED, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT)
 OWN = re.compile(
     "|".join(map(re.escape, (*FILES, REPORT, SUBMISSION, LEASE, STOP, RUN_ID)))
-    + rf"|({SEGMENTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
+    + rf"|({METRICS_PARTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
     + rf"|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
     + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
 )

@@ -31,15 +31,8 @@ from rayapp.observe.goodput import (
     commands,
     read_events,
 )
-from rayapp.observe.records import (
-    Asked,
-    Event,
-    MetricsLine,
-    Plan,
-    RunResult,
-    Sections,
-    Validation,
-)
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Asked, Event, Plan, RunResult, Sections, Validation
 from rayapp.observe.run_files import DamagedFile, Number
 from rayapp.observe.run_folder import (
     ASKED,

@@ -11,23 +11,21 @@ with the means of the buckets, which the page smooths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from rayapp.observe.columns import Array
-from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.metrics import FIELDS
 
 BUCKETS = 600  # about one for each 2 pixels of a wide screen
 SMOOTH_SHARE = 0.02  # width of the smoothing window, as a share of the steps
 TEXTS = ("batch_digest", "eval_samples")
-KINDS = (TokenRecord, ImageRecord)
 NAMES = tuple(
     name
-    for name in dict.fromkeys(field.name for kind in KINDS for field in fields(kind))
-    if name not in TEXTS
+    for name, shown in FIELDS.items()
+    if name not in TEXTS and shown.tag in ("", "rank")  # not of several figures
 )
 
 

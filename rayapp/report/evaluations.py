@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayapp.observe import metrics, segments
+from rayapp.observe import metrics
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array
-from rayapp.observe.records import Evaluated, MetricsLine, RunResult, Sample, Sections, Validation
+from rayapp.observe.metrics import MetricsLine, Sample
+from rayapp.observe.records import Evaluated, RunResult, Sections, Validation
 from rayapp.storage import Storage
 
 MARKS = b'"eval_metrics": {', b'"eval_samples": ['  # of the lines that are parsed as a whole
@@ -117,7 +118,7 @@ def _prompts(held: Sequence[Held]) -> list[str]:
 def _whole_lines(storage: Storage) -> dict[int, MetricsLine]:
     """Return by step the lines of metrics.jsonl that have own metrics or answers."""
     lines = {}
-    for _, data in segments.blocks(storage):
+    for _, data in metrics.blocks(storage):
         for text in data.splitlines():
             line = metrics.parsed(text) if any(mark in text for mark in MARKS) else None
             if line is not None:

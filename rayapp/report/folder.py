@@ -20,14 +20,7 @@ from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import Account, commands, read_events
-from rayapp.observe.records import (
-    Event,
-    Interruption,
-    Plan,
-    RunResult,
-    Sections,
-    StoredCost,
-)
+from rayapp.observe.records import Event, Interruption, Plan, RunResult, Sections, StoredCost
 from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CONFIG, PLAN
 from rayapp.report import evaluations, sources

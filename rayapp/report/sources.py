@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rayapp.observe import metrics, segments
-from rayapp.observe.records import HeldOut
+from rayapp.observe import metrics
+from rayapp.observe.metrics import HeldOut
 from rayapp.storage import Storage
 
 MARK = b'"tokens_by_source": {'
@@ -37,7 +37,7 @@ class SourceFigures:
 def read(run: Storage, num_recent: int) -> dict[str, SourceFigures]:
     """Return the figures by path, those of the loss over `num_recent` steps; {} of one source."""
     figures: dict[str, SourceFigures] = {}
-    for _, data in segments.blocks(run):
+    for _, data in metrics.blocks(run):
         for text in data.splitlines():
             line = metrics.parsed(text) if MARK in text else None
             if line is None:

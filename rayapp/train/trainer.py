@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from rayapp.observe.activity import Phases
-from rayapp.observe.records import HeldOut, Outcome
+from rayapp.observe.metrics import HeldOut
+from rayapp.observe.records import Outcome
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rayapp.data.images.batches import StepImages
-from rayapp.observe.records import Classes, HeldOut
+from rayapp.observe.metrics import HeldOut
+from rayapp.observe.records import Classes
 from rayapp.train import loop
 from rayapp.train.engine import Engine
 
@@ -60,14 +61,14 @@ def evaluate(engine: Engine, batches: Iterable[StepImages], classes: int) -> Sco
     """Classify this rank's batches; return the scores over all ranks, which call it together."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
 
-    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
+    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
         _, loss, logits = output
         labels = torch.from_numpy(batch.inputs(i)["labels"])
         likely = logits.topk(min(TOP, classes), -1).indices.cpu()
         places = labels * classes + likely[:, 0]
         confusion.view(-1).add_(torch.bincount(places, minlength=classes**2))
-        return [float(loss), float((likely == labels[:, None]).sum())]
+        return {"loss": float(loss), "top5": float((likely == labels[:, None]).sum())}
 
-    loss, top5 = loop.evaluate(engine, batches, measure)
+    sums = loop.evaluate(engine, batches, measure)
     dist.all_reduce(confusion, group=engine.control)
-    return Scores(loss, round(top5), confusion)
+    return Scores(sums["loss"], round(sums["top5"]), confusion)

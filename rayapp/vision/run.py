@@ -12,7 +12,7 @@ from rich.console import Console
 from rayapp.config import VisionConfig
 from rayapp.driver import command
 from rayapp.jobs.results import Result
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.result import RunFailed
 from rayapp.vision.check import check, settle
 from rayapp.vision.prepare import prepare

@@ -26,9 +26,10 @@ from rayapp.model.classifier import (
     write_processor,
 )
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import ImageRecord
+from rayapp.observe.metrics import MetricsLine, line_of
 from rayapp.observe.records import ExportCheck, Outcome
 from rayapp.observe.run_folder import MODEL
+from rayapp.order import StepCounts
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
@@ -205,22 +206,21 @@ def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
 def image_record(
     mfu: Callable[[int, float], float | None],
     facts: dict[str, Any],
-    sums: tuple[int, ...],
+    counts: StepCounts,
     losses: Sums,
     busy_s: float,
-) -> ImageRecord:
-    """Make a step's record from the loop's fields and the batch's sum, the number of images.
+) -> MetricsLine:
+    """Make a step's line from the loop's fields and the counts of the batch.
 
     `busy_s` is the step's seconds without checkpoint stalls and evaluation.
     """
-    (images,) = sums
-    return ImageRecord(
-        **facts,
-        images=images,
-        images_per_s=images / busy_s,
-        images_per_s_per_gpu=images / busy_s / facts["workers"],
-        mfu=mfu(images, busy_s),
-    )
+    figures: MetricsLine = {
+        "images": counts.images,
+        "images_per_s": counts.images / busy_s,
+        "images_per_s_per_gpu": counts.images / busy_s / facts["workers"],
+        "mfu": mfu(counts.images, busy_s),
+    }
+    return line_of(IMAGES, facts, figures)
 
 
 def mfu_of(spec: ImageSpec, device: torch.device) -> Callable[[int, float], float | None]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from rayapp.data.images.augment import Pixels, Transform, augmented, centred, mix, seed_of
 from rayapp.data.images.index import ImageRows
-from rayapp.order import EMPTY, Order
+from rayapp.order import EMPTY, Order, StepCounts
 
 DECODERS = 4  # threads per training worker that decode held-out images
 
@@ -39,9 +39,10 @@ class StepImages:
     rows: np.ndarray[Any, Any]
     """int64 [m, b], number of the image in the data set, EMPTY where there is none"""
 
-    def sums(self) -> tuple[int, ...]:
-        """Return the number of images."""
-        return (int((self.rows != EMPTY).sum()),)
+    def counts(self) -> StepCounts:
+        """Return the number of this rank's images, which divides the loss."""
+        images = int((self.rows != EMPTY).sum())
+        return StepCounts(weight=images, images=images)
 
     def digest(self) -> int:
         """Return the sum of the images' digests."""
