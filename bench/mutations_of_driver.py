@@ -316,7 +316,7 @@ DRIVER = (
     ),
     Mutation(
         "a-peer-is-blamed",
-        "rayapp/observe/ending.py",
+        "rayapp/observe/attempts.py",
         "RayActorError), follows, rank",
         "RayActorError), rank",
         "tests/test_observe_result.py -k explain",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -28,9 +29,9 @@ from rayapp.observe.gauges import (
     COUNTED,
     FIGURE,
     OF_THE_DRIVER,
-    CheckpointInterval,
     Driver,
     Steps,
+    checkpoint_every_s,
     tell_end,
 )
 from rayapp.observe.goodput import account
@@ -279,17 +280,18 @@ def test_a_failure_before_training_is_told_too(scrape: Scrape, tmp_path: Path) -
 
 
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:
-    assert CheckpointInterval(None, None).checkpoint_every_s() is None
-    assert CheckpointInterval(600.0, None).checkpoint_every_s() == 600.0
-    pace = CheckpointInterval(600.0, 100)
-    assert pace.checkpoint_every_s() == 600.0
-    for step_s in (60.0, 2.0, 2.0):
-        pace.saw(step_s)
-    assert pace.checkpoint_every_s() == 200.0
-    pace = CheckpointInterval(None, 100)
-    assert pace.checkpoint_every_s() is None
-    pace.saw(8.0)
-    assert pace.checkpoint_every_s() == 800.0
+    slow, pace = np.array([60.0, 2.0, 2.0]), np.array([8.0, math.nan])
+    for every_s, every_steps, step_s, expected in [
+        (None, None, slow, None),
+        (600.0, None, slow, 600.0),
+        (600.0, 100, slow[:0], 600.0),
+        (600.0, 100, slow, 200.0),
+        (None, 100, slow[:0], None),
+        (None, 100, pace[:1], 800.0),
+        (None, 100, pace, 400.0),
+        (None, 100, np.concatenate([100 * slow, np.ones(32)]), 100.0),
+    ]:
+        assert checkpoint_every_s(every_s, every_steps, step_s) == expected
 
 
 def test_names_bear_their_unit() -> None:

@@ -56,7 +56,7 @@ def plan(argv: list[str]) -> int:
         return Exit.DONE
     from rayapp import planner
     from rayapp.config import arguments
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
     from rayapp.planner.machines import named_instance
     from rayapp.planner.show import show
     from rayapp.train import planning

@@ -69,7 +69,7 @@ def _show(rows: list[Listed]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     table = Table(box=None, pad_edge=False)
     losses = ["loss", *([OWN] if any(OWN in row["figures"] for row in rows) else [])]
@@ -126,7 +126,7 @@ def status(argv: list[str]) -> int:
         print(json.dumps(_values(handle.run.url, state, now), indent=2))
     else:
         from rayapp.jobs.terminal import render
-        from rayapp.observe.console import Console
+        from rayapp.observe.plain import Console
 
         Console().print(render(handle.name, state, now, lines))
         if now is None and (reason := handle.reason()):

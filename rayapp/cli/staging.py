@@ -35,7 +35,7 @@ def stage(argv: list[str]) -> int:
     from rayapp.data.images import staging
     from rayapp.data.images.labels import LabelError
     from rayapp.data.sources import SourceError
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
     from rayapp.storage import StorageError
 
     known = {"labels": "none", "synsets": "none", "bad_images": "0.01", "parallel": "32"}

@@ -245,7 +245,7 @@ def token_record(
     `names` are the names of the sources, if there are several. `busy_s` is the step's seconds
     without checkpoint stalls and evaluation.
     """
-    figures: MetricsLine = {
+    figures: dict[str, object] = {
         "loss_per_byte": losses.loss / counts.target_bytes if counts.target_bytes else None,
         "tokens": counts.targets,
         "tokens_per_s": counts.tokens / busy_s,

@@ -15,8 +15,7 @@ from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.figures import figures, share_of_waiting
 from rayapp.observe.plain import escaped
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import EXIT_CODES
+from rayapp.observe.run_folder import EXIT_CODES, DamagedFile
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from rayapp.observe import metrics
 from rayapp.observe.metrics import MetricsLine, figure
-from rayapp.observe.run_files import MOST
-from rayapp.observe.run_folder import METRICS
+from rayapp.observe.run_folder import METRICS, MOST
 from rayapp.storage import Storage, StorageError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

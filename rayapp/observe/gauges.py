@@ -20,22 +20,24 @@ torchrun none of this is used.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rayapp.observe.attempts import FAILURE, PREEMPTION, RESIZE
+from rayapp.observe.columns import Array
+from rayapp.observe.goodput import Account
 from rayapp.observe.metrics import FIELDS, OWN, MetricsLine, figure, figures_of
 from rayapp.observe.run_folder import FAILED
 
 if TYPE_CHECKING:
     from ray.util.metrics import Counter, Gauge
 
-    from rayapp.observe.goodput import Account
-
 PREFIX = "rayapp"
 REPEAT_S = 1.0
+RECENT_STEPS = 32
 RANK = "rank"
 
 FIGURE = "figure"  # of a loss, by the tag `name`
@@ -180,10 +182,7 @@ class Driver:
         self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
         self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
         self._num_steps, self._started = num_steps, started
-
-    def close(self) -> None:
-        """Stop repeating all gauges."""
-        self._gauges.close()
+        self.close = self._gauges.close
 
     def set(
         self,
@@ -214,11 +213,24 @@ class Driver:
         )
         for cause, share in account.goodput.items():
             self._gauges.set({"goodput": share}, cause=cause)
-        from rayapp.observe.ending import FAILURE, PREEMPTION, RESIZE
-
         kinds = [each["kind"] for each in account.interruptions]
         for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
+
+
+class PhaseGauge:
+    """Export what the run does, and for how long; the driver has it from its start to its end."""
+
+    def __init__(self, run: str) -> None:
+        self._gauges = _Gauges({"run": run})
+        text = "Seconds that the run has been in its present phase (tokenising, waiting, training)"
+        self._gauges.add({"phase_s": text}, "phase")
+        self.close = self._gauges.close
+
+    def set(self, phase: str, seconds: float) -> None:
+        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
+        self._gauges.forget()
+        self._gauges.set({"phase_s": seconds}, phase=phase)
 
 
 def tell_end(run: str, status: str) -> None:
@@ -233,41 +245,16 @@ def tell_end(run: str, status: str) -> None:
     gauges.close()
 
 
-class PhaseGauge:
-    """Export what the run does, and for how long; the driver has it from its start to its end."""
+def checkpoint_every_s(
+    every_s: float | None, every_steps: int | None, step_s: Array
+) -> float | None:
+    """Return the seconds between checkpoints at the pace of the last RECENT_STEPS steps.
 
-    def __init__(self, run: str) -> None:
-        self._gauges = _Gauges({"run": run})
-        text = "Seconds that the run has been in its present phase (tokenising, waiting, training)"
-        self._gauges.add({"phase_s": text}, "phase")
-
-    def set(self, phase: str, seconds: float) -> None:
-        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
-        self._gauges.forget()
-        self._gauges.set({"phase_s": seconds}, phase=phase)
-
-    def close(self) -> None:
-        """Stop repeating it."""
-        self._gauges.close()
-
-
-class CheckpointInterval:
-    """The seconds between due checkpoints: by time or by steps, whichever comes first."""
-
-    def __init__(self, every_s: float | None, every_steps: int | None) -> None:
-        self._every_s, self._every_steps = every_s, every_steps
-        self._step_s: deque[float] = deque(maxlen=32)
-
-    def saw(self, step_s: float) -> None:
-        """Add the seconds of a step."""
-        self._step_s.append(step_s)
-
-    def checkpoint_every_s(self) -> float | None:
-        """Return the seconds, by the median of the last 32 steps; None if not known yet."""
-        intervals = [] if self._every_s is None else [self._every_s]
-        if self._every_steps is not None and self._step_s:
-            intervals.append(self._every_steps * statistics.median(self._step_s))
-        return min(intervals, default=None)
+    They are due by time or by steps, whichever comes first. None: it is not known yet.
+    """
+    recent = np.nan_to_num(step_s[-RECENT_STEPS:])
+    by_steps = every_steps * float(np.median(recent)) if every_steps and len(recent) else None
+    return min((each for each in (every_s, by_steps) if each is not None), default=None)
 
 
 def _counters(

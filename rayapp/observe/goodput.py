@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.records import Event, Interruption
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import EVENTS
+from rayapp.observe.run_folder import EVENTS, DamagedFile
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
@@ -95,7 +94,7 @@ def read_events(run: Storage) -> list[Event]:
 
 
 def _event(line: bytes, first: bool) -> Event:
-    event: Event = run_files.parsed(line, Event)
+    event: Event = run_folder.parsed(line, Event)
     if event["event"] not in REQUIRED or (first and event["event"] != STARTED):
         expected = f"the first event must be {STARTED}" if first else "it is unknown"
         raise ValueError(f"event={event['event']!r:.40}: {expected}")

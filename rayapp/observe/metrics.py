@@ -30,9 +30,17 @@ from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.observe import run_files
-from rayapp.observe.run_files import MOST, MOST_COUNT, MOST_TIME, Count, Number, UnixTime
-from rayapp.observe.run_folder import METRICS, METRICS_PARTS
+from rayapp.observe import run_folder
+from rayapp.observe.run_folder import (
+    METRICS,
+    METRICS_PARTS,
+    MOST,
+    MOST_COUNT,
+    MOST_TIME,
+    Count,
+    Number,
+    UnixTime,
+)
 from rayapp.storage import Entry, Storage, StorageError
 
 BLOCK_BYTES = 8 * 2**20
@@ -228,7 +236,7 @@ def parsed(text: bytes) -> MetricsLine | None:
     odd = set[object]()
     try:
         line = json.loads(text)
-        run_files.schema(MetricsLine).validate_python(line)
+        run_folder.schema(MetricsLine).validate_python(line)
     except ValidationError as error:
         odd = {each["loc"][0] for each in error.errors() if each["loc"]}
     except (ValueError, RecursionError):

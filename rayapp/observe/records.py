@@ -1,4 +1,4 @@
-"""The types of the JSON files in a run's folder; rayapp.observe.run_files reads files by them.
+"""The types of the JSON files in a run's folder; rayapp.observe.run_folder reads files by them.
 
 A field that applies but is not known is None; a field that does not apply is absent. Files of older
 versions also lack the fields that those versions did not write.
@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from rayapp.data.report import DataReport
 from rayapp.observe.metrics import HeldOut, Sample
-from rayapp.observe.run_files import Count, Number, UnixTime
+from rayapp.observe.run_folder import Count, Number, UnixTime
 from rayapp.planner.json_values import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT
+from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT, DamagedFile
 from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage, StorageError

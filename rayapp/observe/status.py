@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
@@ -33,7 +33,6 @@ from rayapp.observe.goodput import (
 )
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.records import Asked, Event, Plan, RunResult, Sections, Validation
-from rayapp.observe.run_files import DamagedFile, Number
 from rayapp.observe.run_folder import (
     ASKED,
     CONFIG,
@@ -54,6 +53,8 @@ from rayapp.observe.run_folder import (
     STOPPING,
     VALIDATIONS,
     WAITING,
+    DamagedFile,
+    Number,
 )
 from rayapp.storage import Storage
 
@@ -188,7 +189,7 @@ def is_run(run: Storage) -> bool:
             return True
     with suppress(FileNotFoundError, ValueError):
         first = run.read(EVENTS).partition(b"\n")[0]
-        return run_files.parsed(first, Event)["event"] == STARTED
+        return run_folder.parsed(first, Event)["event"] == STARTED
     return False
 
 
@@ -290,17 +291,17 @@ def _num_steps(run: Storage) -> int | None:
 
 def read_asked(run: Storage) -> Asked | None:
     """Return what a command that has not done a step asks of a run; raises DamagedFile."""
-    return run_files.read(run, ASKED, Asked, "Delete the file, and run the same command again")
+    return run_folder.read(run, ASKED, Asked, "Delete the file, and run the same command again")
 
 
 def read_plan(run: Storage) -> Plan:
     """Return a run's plan, empty if there is none yet; raises DamagedFile."""
-    return run_files.read(run, PLAN, Plan) or {}
+    return run_folder.read(run, PLAN, Plan) or {}
 
 
 def read_result(run: Storage) -> RunResult:
     """Return a run's result, empty if there is none yet; raises DamagedFile."""
-    result = run_files.read(run, RESULT, RunResult)
+    result = run_folder.read(run, RESULT, RunResult)
     if result is not None and "steps" not in result:
         raise DamagedFile(f"{run.url}/{RESULT}", "steps is missing")
     return result or cast(RunResult, {})
@@ -315,11 +316,11 @@ def read_sections(run: Storage) -> Sections | None:
     fix = "Restore it, or set another run.name"
     try:
         tree: Any = parse_yaml(run.read(CONFIG).decode())
-        run_files.schema(ReadSections).validate_python(tree, strict=True)
+        run_folder.schema(ReadSections).validate_python(tree, strict=True)
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise DamagedFile(f"{run.url}/{CONFIG}", run_files.reason_of(error), fix) from None
+        raise DamagedFile(f"{run.url}/{CONFIG}", run_folder.reason_of(error), fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DamagedFile(f"{run.url}/{CONFIG}", " ".join(str(error).split()), fix) from None
     return cast(Sections, tree)
@@ -334,7 +335,7 @@ def read_validations(run: Storage) -> list[Validation]:
     validations = list[Validation]()
     for number, line in enumerate(lines, 1):
         try:
-            validations.append(run_files.parsed(line, Validation))
+            validations.append(run_folder.parsed(line, Validation))
         except ValueError as error:
             why = f"line {number} is no JSON of an evaluation: {error}"
             raise DamagedFile(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None

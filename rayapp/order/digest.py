@@ -84,7 +84,7 @@ class StepCounts(NamedTuple):
         True
         """
         fixed = len(cls._fields) - 1
-        return cls(*numbers[:fixed], targets_by_source=tuple(numbers[fixed:]))
+        return cls._make([*numbers[:fixed], tuple(numbers[fixed:])])
 
 
 def _canonical(value: object) -> str:

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayapp.config import ConfigError
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import REPORT
+from rayapp.observe.run_folder import REPORT, DamagedFile
 from rayapp.report.card import write_card
 from rayapp.report.folder import ReportedRun, read
 from rayapp.report.render import comparison_page, run_page

@@ -19,9 +19,8 @@ from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
 from rayapp.data.report import DataReport
 from rayapp.observe import words
-from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import MODEL
+from rayapp.observe.plain import redacted
+from rayapp.observe.run_folder import MODEL, DamagedFile
 from rayapp.observe.task_scores import rows
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read

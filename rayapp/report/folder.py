@@ -16,13 +16,12 @@ import numpy as np
 from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.text import flatten
 from rayapp.data.report import Counts, DataReport
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import Account, commands, read_events
 from rayapp.observe.records import Event, Interruption, Plan, RunResult, Sections, StoredCost
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import CONFIG, PLAN
+from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
 from rayapp.report import evaluations, sources
 from rayapp.report.curves import NAMES, window_of
 from rayapp.report.evaluations import Held
@@ -241,7 +240,7 @@ def read(storage: Storage) -> ReportedRun:
         url=storage.url,
         status=status,
         reason=reason,
-        log=attempt_logs.name_of(logs[-1]) if (logs := attempt_logs.numbers(storage)) else None,
+        log=attempts.log_name(logs[-1]) if (logs := attempts.logged(storage)) else None,
         task=task,
         config_yaml=text,
         config=config,

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rayapp.observe import task_scores, words
-from rayapp.observe.origin import redacted
+from rayapp.observe.plain import redacted
 from rayapp.observe.run_folder import METRICS
 from rayapp.report import charts, comparison, evaluations, experts, provenance, tables, timeline
 from rayapp.report.chart import Chart

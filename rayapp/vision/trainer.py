@@ -214,7 +214,7 @@ def image_record(
 
     `busy_s` is the step's seconds without checkpoint stalls and evaluation.
     """
-    figures: MetricsLine = {
+    figures: dict[str, object] = {
         "images": counts.images,
         "images_per_s": counts.images / busy_s,
         "images_per_s_per_gpu": counts.images / busy_s / facts["workers"],

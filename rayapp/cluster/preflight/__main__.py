@@ -83,7 +83,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         raise ConfigError([f"run.storage={storage} is not valid: {error}"]) from None
     from rayapp.cluster.preflight import page
     from rayapp.cluster.preflight.survey import survey
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     with _connected(config):
         facts = survey(config, timeout_s)

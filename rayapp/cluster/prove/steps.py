@@ -21,7 +21,7 @@ from rayapp.cluster.prove.account import Refused
 from rayapp.cluster.prove.page import FAIL, PASS, Step
 from rayapp.cluster.prove.proof import Failed, Proof
 from rayapp.observe import metrics
-from rayapp.observe.ending import FAILURE, PREEMPTION
+from rayapp.observe.attempts import FAILURE, PREEMPTION
 from rayapp.observe.goodput import interruptions, read_events
 from rayapp.observe.records import Interruption
 from rayapp.observe.run_folder import DONE, RESULT, STOPPED

@@ -16,12 +16,11 @@ from rayapp.config import ConfigError
 from rayapp.jobs import page
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import Job
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.columns import ACCOUNTED, FEW_BYTES, Columns
 from rayapp.observe.metrics import read
 from rayapp.observe.records import Event, Plan, RunResult
-from rayapp.observe.run_files import DamagedFile, parsed
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import DamagedFile, Exit, parsed
 from rayapp.report import card, folder, render
 from rayapp.storage import Storage, open_storage
 
@@ -247,10 +246,10 @@ def test_of_a_line_only_what_is_odd_is_left_out(tmp_path: Path, many: int) -> No
 
 def test_a_damaged_file_says_where_and_why(tmp_path: Path) -> None:
     run = open_storage(str(tmp_path))
-    assert run_files.read(run, "plan.json", Plan) is None
+    assert run_folder.read(run, "plan.json", Plan) is None
     run.write("plan.json", b'{"parameters": [1]}')
     with pytest.raises(DamagedFile) as error:
-        run_files.read(run, "plan.json", Plan)
+        run_folder.read(run, "plan.json", Plan)
     assert str(error.value) == (
         f"{tmp_path}/plan.json is damaged: parameters: Input should be a valid integer. Delete the "
         "file: the run's next command writes it again"
