@@ -25,7 +25,7 @@ from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import MetricsLine, Sample
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import CHECKPOINTS, FAILED, DamagedFile
-from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
+from rayapp.observe.status import left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
@@ -201,7 +201,7 @@ class Observer:
             ),
             planned_step_s=self._planned_step_s,
             calibrated_step_s=fitted.step_s if (fitted := calibrate(steps)) else None,
-            cost_at_end_usd=cost_at_end_usd(sums, left_s(steps, self._num_steps)),
+            cost_at_end_usd=sums.cost_after(left_s(steps, self._num_steps)),
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)

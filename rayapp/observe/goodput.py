@@ -71,6 +71,12 @@ class Account:
     """Steps that were done and then lost, as no checkpoint held them."""
     interruptions: list[Interruption]
 
+    def cost_after(self, left_s: float | None) -> float | None:
+        """Return the cost in `left_s` more seconds, None if price or pace is not known."""
+        if self.cost_usd is None or self.usd_per_hour is None or left_s is None:
+            return None
+        return self.cost_usd + self.usd_per_hour * left_s / 3600.0
+
 
 def read_events(run: Storage) -> list[Event]:
     """Return a run's events, an empty list without a file; an incomplete last line is ignored.

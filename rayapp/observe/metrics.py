@@ -15,16 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import (
-    Annotated,
-    Literal,
-    Required,
-    TypeAlias,
-    TypeVar,
-    cast,
-    get_args,
-    get_type_hints,
-)
+from typing import Annotated, Literal, Required, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -67,10 +58,10 @@ class Shown:
     text: str
     group: str = ""
     """The group of figures that trackers show it in; "": they do not show it."""
-    live: Literal["", "gauge", "counter"] = ""
-    """How it is exported to Prometheus."""
     unit: Unit | None = None
     """What the runs that have the field count; None: all runs have it."""
+    live: Literal["gauge", "counter", ""] = "gauge"
+    """How it is exported to Prometheus."""
     tag: str = ""
     """What tells its figures apart: `rank`, or what the keys of the mapping are."""
 
@@ -78,104 +69,66 @@ class Shown:
 class StepFields(TypedDict, total=False):
     """What is known of each step."""
 
-    step: Required[Annotated[Count, Shown("Optimizer steps done", "", "gauge")]]
-    epoch: Annotated[Number, Shown("Epochs done", "run", "gauge")]
-    loss: Annotated[Maybe, Shown("Nats per loss-bearing token, or per image", "loss", "gauge")]
-    grad_norm: Annotated[Maybe, Shown("Gradient norm before clipping", "optimizer", "gauge")]
-    lr: Annotated[Number, Shown("Learning rate", "optimizer", "gauge")]
-    mfu: Annotated[Maybe, Shown("Model FLOP/s over the hardware's peak, 0-1", "speed", "gauge")]
-    step_s: Annotated[Number, Shown("Seconds since the step before, waits included", "speed")]
+    step: Required[Annotated[Count, Shown("Optimizer steps done")]]
+    epoch: Annotated[Number, Shown("Epochs done", "run")]
+    loss: Annotated[Maybe, Shown("Nats per loss-bearing token, or per image", "loss")]
+    grad_norm: Annotated[Maybe, Shown("Gradient norm before clipping", "optimizer")]
+    lr: Annotated[Number, Shown("Learning rate", "optimizer")]
+    mfu: Annotated[Maybe, Shown("Model FLOP/s over the hardware's peak, 0-1", "speed")]
+    step_s: Annotated[Number, Shown("Seconds since the step before, with stalls", "speed", live="")]
     data_wait_s: Annotated[
-        Number, Shown("Seconds that the rank waits for its rows", "stalls", "counter", tag="rank")
+        Number, Shown("Seconds that a rank waits for its rows", "stalls", None, "counter", "rank")
     ]
     checkpoint_stall_s: Annotated[
-        Number, Shown("Seconds that saving holds up steps", "stalls", "counter")
+        Number, Shown("Seconds that saving holds up steps", "stalls", live="counter")
     ]
-    eval_s: Annotated[Number, Shown("Seconds of held-out evaluations", "stalls", "counter")]
-    skipped: Annotated[bool, Shown("Whether a bad step left the weights unchanged", "optimizer")]
+    eval_s: Annotated[Number, Shown("Seconds of held-out evaluations", "stalls", live="counter")]
+    skipped: Annotated[bool, Shown("Whether a bad step left the weights", "optimizer", live="")]
     peak_gib: Annotated[
-        Number,
-        Shown("Most GPU memory (else RAM) of the rank so far", "memory", "gauge", tag="rank"),
+        Number, Shown("Most GPU memory (else RAM) of a rank so far", "memory", tag="rank")
     ]
-    peak_forward_gib: Annotated[Number, Shown("Peak of the step's forward passes", "memory")]
-    peak_backward_gib: Annotated[Number, Shown("Peak of the step's backward passes", "memory")]
-    peak_optimizer_gib: Annotated[Number, Shown("Peak of the step's update", "memory")]
-    workers: Annotated[Count, Shown("Training workers", "run", "gauge")]
-    attempt: Required[Annotated[Count, Shown("Starts of workers that did steps", "run", "gauge")]]
-    batch_digest: Annotated[str, Shown("Digest of all rows of the global batch")]
-    time: Required[Annotated[UnixTime, Shown("Unix seconds at the end of the step")]]
-    loss_per_byte: Annotated[
-        Maybe, Shown("Nats per UTF-8 byte of the loss-bearing tokens", "loss", "gauge", TOKENS)
-    ]
-    tokens: Annotated[Count, Shown("Loss-bearing tokens trained on", "run", "counter", TOKENS)]
-    tokens_per_s: Annotated[
-        Number, Shown("Input tokens per second of all workers, no stalls", "speed", "gauge", TOKENS)
-    ]
-    tokens_per_s_per_gpu: Annotated[
-        Number, Shown("Input tokens per second and worker", "speed", "gauge", TOKENS)
-    ]
-    own_loss: Annotated[
-        Maybe, Shown("Mean of train.loss over the loss-bearing tokens", "loss", "gauge", TOKENS)
-    ]
-    router_loss: Annotated[
-        Maybe, Shown("Load-balancing loss of the experts, unweighted", "loss", "gauge", TOKENS)
-    ]
+    peak_forward_gib: Annotated[Number, Shown("Peak of the forward passes", "memory", live="")]
+    peak_backward_gib: Annotated[Number, Shown("Peak of the backward passes", "memory", live="")]
+    peak_optimizer_gib: Annotated[Number, Shown("Peak of the update", "memory", live="")]
+    workers: Annotated[Count, Shown("Training workers", "run")]
+    attempt: Required[Annotated[Count, Shown("Starts of workers that did steps", "run")]]
+    batch_digest: Annotated[str, Shown("Digest of all rows of the global batch", live="")]
+    time: Required[Annotated[UnixTime, Shown("Unix seconds at the end of the step", live="")]]
+    loss_per_byte: Annotated[Maybe, Shown("Nats per loss-bearing UTF-8 byte", "loss", TOKENS)]
+    tokens: Annotated[Count, Shown("Loss-bearing tokens trained on", "run", TOKENS, "counter")]
+    tokens_per_s: Annotated[Number, Shown("Input tokens per second, no stalls", "speed", TOKENS)]
+    tokens_per_s_per_gpu: Annotated[Number, Shown("Tokens per second and worker", "speed", TOKENS)]
+    own_loss: Annotated[Maybe, Shown("Mean of train.loss over the tokens", "loss", TOKENS)]
+    router_loss: Annotated[Maybe, Shown("Unweighted balance of the experts", "loss", TOKENS)]
     expert_imbalance: Annotated[
-        Maybe,
-        Shown(
-            "Tokens of the busiest expert over the mean, worst layer", "experts", "gauge", TOKENS
-        ),
+        Maybe, Shown("Tokens of the busiest expert over the mean, worst layer", "experts", TOKENS)
     ]
     loss_by_source: Annotated[
-        ByName,
-        Shown(
-            "Nats per token, by source of a mixture", "loss_by_source", "gauge", TOKENS, "source"
-        ),
+        ByName, Shown("Loss by source of a mixture", "loss_by_source", TOKENS, tag="source")
     ]
     tokens_by_source: Annotated[
         dict[str, Count] | None,
-        Shown(
-            "Loss-bearing tokens, by source of a mixture",
-            "tokens_by_source",
-            "counter",
-            TOKENS,
-            "source",
-        ),
+        Shown("Tokens by source", "tokens_by_source", TOKENS, "counter", "source"),
     ]
-    images: Annotated[Count, Shown("Images trained on", "run", "counter", IMAGES)]
-    images_per_s: Annotated[
-        Number, Shown("Images per second of all workers, no stalls", "speed", "gauge", IMAGES)
-    ]
-    images_per_s_per_gpu: Annotated[
-        Number, Shown("Images per second and worker", "speed", "gauge", IMAGES)
-    ]
+    images: Annotated[Count, Shown("Images trained on", "run", IMAGES, "counter")]
+    images_per_s: Annotated[Number, Shown("Images per second, no stalls", "speed", IMAGES)]
+    images_per_s_per_gpu: Annotated[Number, Shown("Images per second and worker", "speed", IMAGES)]
 
 
 class HeldOut(TypedDict, total=False):
     """Figures of the held-out data, after a step, of a checkpoint or at the end."""
 
-    eval_loss: Annotated[Maybe, Shown("Held-out nats per token or image", "loss", "gauge")]
-    eval_loss_per_byte: Annotated[
-        Maybe, Shown("Held-out nats per UTF-8 byte", "loss", "gauge", TOKENS)
-    ]
-    eval_metrics: Annotated[
-        ByName, Shown("Means of eval.metrics, held-out", "metrics", "gauge", TOKENS, "name")
-    ]
+    eval_loss: Annotated[Maybe, Shown("Held-out nats per token or image", "loss")]
+    eval_loss_per_byte: Annotated[Maybe, Shown("Held-out nats per UTF-8 byte", "loss", TOKENS)]
+    eval_metrics: Annotated[ByName, Shown("Means of eval.metrics", "metrics", TOKENS, tag="name")]
     eval_loss_by_source: Annotated[
-        ByName,
-        Shown(
-            "Held-out nats per token, by source", "eval_loss_by_source", "gauge", TOKENS, "source"
-        ),
+        ByName, Shown("Held-out loss by source", "eval_loss_by_source", TOKENS, tag="source")
     ]
     eval_samples: Annotated[
-        list[Sample] | None, Shown("eval.prompts with the likeliest tokens", unit=TOKENS)
+        list[Sample] | None, Shown("eval.prompts with the likeliest tokens", "", TOKENS, "")
     ]
-    eval_top1: Annotated[
-        Maybe, Shown("Share of held-out images classified right, 0-1", "accuracy", "gauge", IMAGES)
-    ]
-    eval_top5: Annotated[
-        Maybe, Shown("Share with the class among the first 5, 0-1", "accuracy", "gauge", IMAGES)
-    ]
+    eval_top1: Annotated[Maybe, Shown("Held-out images classified right, 0-1", "accuracy", IMAGES)]
+    eval_top5: Annotated[Maybe, Shown("Class among the first 5, 0-1", "accuracy", IMAGES)]
 
 
 @with_config(ConfigDict(strict=True))
@@ -192,7 +145,8 @@ FIELDS: Mapping[str, Shown] = {
     for shown in getattr(hint, "__metadata__", ()) or get_args(hint)[0].__metadata__
     if isinstance(shown, Shown)
 }
-OWN = Shown("Mean of a figure of the loss over the step", "loss", "gauge", tag="name")
+OWN_LOSS = "own_loss"
+OWN = Shown("Mean of a figure of the loss over the step", "loss", tag="name")
 
 
 def columns_of(unit: Unit) -> list[str]:
@@ -226,6 +180,12 @@ def figures_of(line: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
             number = figure(inside, key)
             if number is not None:
                 yield field, key, number
+
+
+def own_figures(line: Mapping[str, object]) -> dict[str, float]:
+    """Return what a loss of the user's tells of a step besides the cross-entropy, by name."""
+    every = figures_of(line)
+    return {f: number for f, key, number in every if not key and (f not in FIELDS or f == OWN_LOSS)}
 
 
 def parsed(text: bytes) -> MetricsLine | None:

@@ -331,6 +331,8 @@ class RunResult(Summary, total=False):
     interruptions: list[Interruption]
     loss: float | None
     own_loss: float | None
+    figures: dict[str, Number]
+    """What the loss has told of the last step besides, by name."""
     tokens_per_s: float | None
     images_per_s: float | None
     mfu: float | None

@@ -10,7 +10,7 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -69,20 +69,13 @@ class NoRun(LookupError):
     """The folder holds no run; the message names the folder."""
 
 
-class Started(NamedTuple):
-    """Where the last command of a run came from; None is not known."""
-
-    user: str | None = None
-    commit: str | None = None
-    """Of the git checkout in which it was typed, with `+` if that had changes."""
-    command: str | None = None
-
-
-UNTOLD = Started()
-
-
+# What is read of Sections without the rules of rayapp.config, by section.
 class ModelFields(TypedDict, total=False):
     lora: dict[str, object] | None
+
+
+class ClusterFields(TypedDict, total=False):
+    instance: str | list[str] | None
 
 
 class DataFields(TypedDict, total=False):
@@ -90,13 +83,7 @@ class DataFields(TypedDict, total=False):
     mixture: dict[str, Number] | None
 
 
-class ClusterFields(TypedDict, total=False):
-    instance: str | list[str] | None
-
-
 class ReadSections(TypedDict, total=False):
-    """What is read of Sections without the rules of rayapp.config."""
-
     task: str | None
     run: dict[str, object]
     model: ModelFields
@@ -127,14 +114,17 @@ class Progress:
     """Unix time of the last event or step."""
     quiet_s: float | None = None
     """Seconds since the driver renewed the lease; None if there is no lease."""
-    started: Started = UNTOLD
+    user: str | None = None
+    """Who began the last command."""
+    commit: str | None = None
+    """Of the git checkout in which it was typed, with `+` if that had changes."""
     activity: Activity | None = None
     """What it does, while a driver works on it."""
 
     @property
     def cost_at_end_usd(self) -> float | None:
         """The cost when the last step is done, at the present pace; None if it is not known."""
-        return cost_at_end_usd(self.account, self.left_s)
+        return self.account.cost_after(self.left_s)
 
     @property
     def live(self) -> bool:
@@ -164,7 +154,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     if activity is not None and activity.phase == STARTING_WORKERS and line is not None:
         activity = activity if line["time"] < activity.began else None  # they take steps already
     status, reason = _status(run, last, live, activity)
-    num_steps = _num_steps(run)
+    num_steps = read_plan(run).get("steps")
     step = line["step"] if line else 0
     signs = [event["time"] for event in last] + ([line["time"]] if line else [])
     return Progress(
@@ -177,7 +167,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         reason=reason,
         updated_s=max(signs, default=None),
         quiet_s=None if lease is None else now - lease.modified_s,
-        started=started_by(events),
+        **_started_by(events),
         activity=activity if status in LIVE else None,
     )
 
@@ -227,13 +217,14 @@ def summary(run: Storage) -> Progress:
     if not result.keys() >= SUMMED:  # of a run that failed
         return read(run)
     unit = unit_of(result)
-    names = ("loss", "own_loss", "mfu", unit.per_s)
+    names = ("loss", "own_loss", "mfu", "eval_metrics", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
+    line |= result.get("figures", {})
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
     return Progress(
         status=result["status"],
         step=result["steps"],
-        num_steps=_num_steps(run) if result["status"] == STOPPED else result["steps"],
+        num_steps=read_plan(run).get("steps") if result["status"] == STOPPED else result["steps"],
         left_s=None,
         line=cast(MetricsLine, line),
         account=Account(
@@ -246,23 +237,14 @@ def summary(run: Storage) -> Progress:
         ),
         reason=last["reason"],
         updated_s=last["time"],
-        started=started_by(events),
+        **_started_by(events),
     )
 
 
-def started_by(events: list[Event]) -> Started:
+def _started_by(events: list[Event]) -> dict[str, Any]:
     """Return who began the last command of a run, and from which commit."""
-    if not events:
-        return UNTOLD
-    last = commands(events)[-1][0]
-    return Started(last.get("user"), last.get("commit"), last.get("command"))
-
-
-def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
-    """Return the cost of a run after `left_s` more seconds, None if price or pace is not known."""
-    if sums.cost_usd is None or sums.usd_per_hour is None or left_s is None:
-        return None
-    return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
+    last = commands(events)[-1][0] if events else {}
+    return {name: last.get(name) for name in ("user", "commit")}
 
 
 def _status(
@@ -282,11 +264,6 @@ def _status(
     if activity is not None and activity.phase == WAITING_FOR_ROOM:
         return WAITING, None
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
-
-
-def _num_steps(run: Storage) -> int | None:
-    """Return the number of steps in a run's plan, None if there is no plan yet."""
-    return read_plan(run).get("steps")
 
 
 def read_asked(run: Storage) -> Asked | None:
