@@ -51,20 +51,17 @@ class Columns:
         return columns
 
     @classmethod
+    @metrics.read_again
     def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
         """Read a run's metrics.jsonl, block by block; an unfinished last line is left out.
 
         Raises:
             StorageError: it cannot be read.
         """
-
-        def reading() -> Columns:
-            columns = cls(names)
-            for start, data in metrics.blocks(storage):
-                columns.extend(data, start, storage)
-            return columns
-
-        return metrics.uncut(reading)
+        columns = cls(names)
+        for start, data in metrics.blocks(storage):
+            columns.extend(data, start, storage)
+        return columns
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -147,9 +144,9 @@ class Follower:
         Raises:
             StorageError: the file cannot be read.
         """
-        known = len(self.steps)
-        return metrics.uncut(lambda: self._poll(known))
+        return self._poll(len(self.steps))
 
+    @metrics.read_again
     def _poll(self, known: int) -> int:
         parts = metrics.parts(self._storage)
         if (parts[-1].end if parts else 0) >= self._end and self._take(parts):

@@ -195,30 +195,20 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
     The price is the config's, else the on-demand list price in AWS_REGION. Where
     `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
-    if len(config.cluster.choices) > 1:
-        return _machines_of_a_list(config, workers, places)
-    one = named_instance(config)
-    if one is None:
-        return {"nodes": None, "instance": None, "usd_per_hour": None}
-    price = price_of(config, one, _region())
-    nodes = nodes_of(one, workers)
-    return {
-        "nodes": nodes,
-        "instance": one.name,
-        "usd_per_hour": None if price is None else nodes * price,
-    }
-
-
-def _machines_of_a_list(config: RunConfig, workers: int, places: Sequence[Place]) -> EventFields:
-    """Return what `machines` does; all is None if nodes of the list are too few."""
-    names, prices, left = list[str](), list[float | None](), workers
-    for choice, each in zip(config.cluster.choices, config.alternatives(), strict=True):
+    choices, names, prices, left = (
+        config.cluster.choices,
+        list[str](),
+        list[float | None](),
+        workers,
+    )
+    for choice, each in zip(choices, config.alternatives(), strict=False):
         one = named_instance(each)
         assert one is not None
-        nodes = min(list(places).count(choice.place), nodes_of(one, left)) if left > 0 else 0
+        nodes = nodes_of(one, left) if left > 0 else 0
+        nodes = min(list(places).count(choice.place), nodes) if len(choices) > 1 else nodes
         prices += [price_of(each, one, _region())] * nodes
-        names += [str(each.cluster.instance)] if nodes else []
-        left -= nodes * one.gpus if one.gpus else nodes * workers
+        names += [str(each.cluster.instance) if len(choices) > 1 else one.name] if nodes else []
+        left -= nodes * (one.gpus or workers)
     if left > 0:
         return {"nodes": None, "instance": None, "usd_per_hour": None}
     known = [price for price in prices if price is not None]

@@ -14,8 +14,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Literal, Required, TypeAlias, TypeVar, cast, get_args, get_type_hints
+from functools import wraps
+from typing import (
+    Annotated,
+    Literal,
+    ParamSpec,
+    Required,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -41,7 +53,7 @@ READINGS = 5  # of a file that is cut back each time; attempts of a run are minu
 NEEDED = {"step": MOST_COUNT, "attempt": MOST_COUNT, "time": MOST_TIME}
 
 logger = logging.getLogger("rayapp.observe.metrics")
-T = TypeVar("T")
+T, P = TypeVar("T"), ParamSpec("P")
 
 # ---- A line -----------------------------------------------------------------------------------
 
@@ -293,18 +305,21 @@ def read_bytes(storage: Storage, start: int, end: int, listed: list[Part] | None
         return data
 
 
-def uncut(reading: Callable[[], T]) -> T:
-    """Return what is read; read again where an attempt that begins has cut the file meanwhile.
+def read_again(reading: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that reads again where an attempt that begins cuts the file meanwhile.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the file cannot be read.
     """
-    for _ in range(READINGS - 1):
-        try:
-            return reading()
-        except CutBackError:
-            continue
-    return reading()
+
+    @wraps(reading)
+    def uncut(*args: P.args, **named: P.kwargs) -> T:
+        for _ in range(READINGS - 1):
+            with suppress(CutBackError):
+                return reading(*args, **named)
+        return reading(*args, **named)
+
+    return uncut
 
 
 def blocks(
@@ -343,27 +358,21 @@ def backwards(storage: Storage) -> Iterator[tuple[int, bytes]]:
         end, rest, length = start, first, min(2 * length, BLOCK_BYTES)
 
 
+@read_again
 def read(storage: Storage) -> list[MetricsLine]:
     """Return the lines of a run's metrics.jsonl, an empty list if there is no such file yet.
 
     Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
     process that was killed leaves a partial last line.
     """
-
-    def reading() -> list[MetricsLine]:
-        lines = list[MetricsLine]()
-        for start, data in blocks(storage):
-            lines += [line for _, line in lines_of(data, start, storage, len(lines))]
-        return lines
-
-    return uncut(reading)
+    lines = list[MetricsLine]()
+    for start, data in blocks(storage):
+        lines += [line for _, line in lines_of(data, start, storage, len(lines))]
+    return lines
 
 
+@read_again
 def last(storage: Storage) -> MetricsLine | None:
     """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
-
-    def reading() -> MetricsLine | None:
-        lines = (parsed(text) for _, text in backwards(storage))
-        return next((line for line in lines if line is not None), None)
-
-    return uncut(reading)
+    lines = (parsed(text) for _, text in backwards(storage))
+    return next((line for line in lines if line is not None), None)

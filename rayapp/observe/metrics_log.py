@@ -51,9 +51,9 @@ class MetricsLog:
         path = storage.local_path(METRICS)
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         # `_data` is, of a local file, what waits to be appended, and on S3 the last part.
-        self._changed, self._last, self._closed = (threading.Event() for _ in range(3))
-        self._newest = self._stored = first_step
-        self._progress, self._hurry, self._awaited = threading.Condition(), threading.Event(), 0
+        self._changed = threading.Condition()  # guards all that follows
+        self._newest = self._stored = first_step  # steps that were written, and that are stored
+        self._awaited, self._closing, self._closed = 0, False, False
         self._error: Exception | None = None
         self._thread = None
         if path is None:
@@ -65,12 +65,11 @@ class MetricsLog:
     def write(self, line: MetricsLine) -> None:
         """Append one line; if the disk is full, it waits for the next call or for `close`."""
         text = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
-        self._data += text
-        self._newest = line["step"]
+        with self._changed:
+            self._data += text
+            self._newest = line["step"]
+            self._changed.notify_all()
         if self._file is None:
-            if self._newest == self._awaited:
-                self._hurry.set()
-            self._changed.set()
             return
         waited = len(self._data) > len(text)
         try:
@@ -99,17 +98,17 @@ class MetricsLog:
         Raises:
             StorageError: it takes too long, or the log was closed without it.
         """
-        self._awaited = step
-        self._hurry.set()
-        with self._progress:
-            self._progress.wait_for(lambda: self._stored >= step or self._closed.is_set(), STORED_S)
+        with self._changed:
+            self._awaited = step
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stored >= step or self._closed, STORED_S)
             if self._stored < step:
                 raise self._error_of(f"step {step} is not stored")
 
     def _have_stored(self, step: int) -> None:
-        with self._progress:
+        with self._changed:
             self._stored = step
-            self._progress.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Store all records durably, and end the thread.
@@ -120,9 +119,9 @@ class MetricsLog:
         try:
             self._store_the_rest()
         finally:
-            with self._progress:
-                self._closed.set()
-                self._progress.notify_all()
+            with self._changed:
+                self._closed = True
+                self._changed.notify_all()
 
     def _store_the_rest(self) -> None:
         if self._file is not None and not self._file.closed:
@@ -134,9 +133,9 @@ class MetricsLog:
                 except OSError as error:
                     raise self._error_of(error.strerror) from error
         if self._thread is not None:
-            self._last.set()
-            self._changed.set()
-            self._hurry.set()
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
             self._thread.join()
             if self._error is not None:
                 raise self._error
@@ -149,11 +148,9 @@ class MetricsLog:
         """Write the last part whenever there are new lines, and once more at `close`."""
         last = False
         while not last:
-            self._changed.wait()
-            self._changed.clear()  # before `_last` is read, or the wake-up of `close` could be lost
-            last = self._last.is_set()
-            newest = self._newest  # before the data is copied, which may then hold more steps
-            data = bytes(self._data)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._newest > self._stored)
+                last, newest, data = self._closing, self._newest, bytes(self._data)
             try:
                 if data:
                     self.storage.write(part_name(self._start), data)
@@ -161,15 +158,21 @@ class MetricsLog:
                 self._have_stored(newest)
             except Exception as error:  # the storage has retried; close() raises the last error
                 self._error = error
-                self._changed.set()
                 logger.warning("metrics are not stored yet: %s", error)
             else:
                 if len(data) >= PART_BYTES:
                     self._start += len(data)
-                    del self._data[: len(data)]
+                    with self._changed:
+                        del self._data[: len(data)]
             if not last:
-                self._hurry.wait(FLUSH_S)
-                self._hurry.clear()
+                self._pause(newest)
+
+    def _pause(self, tried: int) -> None:
+        """Wait FLUSH_S, less if the step that a checkpoint waits for is written after `tried`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or tried < self._awaited <= self._newest, FLUSH_S
+            )
 
     def _error_of(self, why: str | None) -> StorageError:
         return StorageError("write", f"{self.storage.url}/{METRICS}", str(why), "Free some space")

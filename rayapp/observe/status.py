@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -243,7 +244,7 @@ def summary(run: Storage) -> Progress:
 
 def _started_by(events: list[Event]) -> dict[str, Any]:
     """Return who began the last command of a run, and from which commit."""
-    last = commands(events)[-1][0] if events else {}
+    last: Mapping[str, Any] = commands(events)[-1][0] if events else {}
     return {name: last.get(name) for name in ("user", "commit")}
 
 
