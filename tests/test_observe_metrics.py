@@ -358,7 +358,6 @@ def test_lines_follow_every_cut_back(
     assert lines_in(lines) == held
 
 
-@pytest.mark.parametrize("many", [1, 4000], ids=["json", "pyarrow"])
 @pytest.mark.parametrize(
     "odd",
     [
@@ -371,12 +370,12 @@ def test_lines_follow_every_cut_back(
     ],
 )
 def test_a_line_that_is_none_is_named_and_left_out(
-    tmp_path: Path, odd: bytes, many: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, odd: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = open_storage(str(tmp_path))
-    lines = [text_of([(1, step, float(step))]) for step in range(1, many + 3)]
+    lines = [text_of([(1, step, float(step))]) for step in (1, 2, 3)]
     run.write(METRICS, b"".join([lines[0], odd + b"\n", *lines[1:]]))
-    assert Columns.read(run)["step"].tolist() == [*range(1, many + 3)]
+    assert Columns.read(run)["step"].tolist() == [1, 2, 3]
     assert caplog.messages == [f"{run.url}/{METRICS}: line 2 is not readable"]
     run.write(METRICS, b"".join([*lines, odd + b"\n"]))
     assert metrics.last(run) == json.loads(lines[-1])

@@ -33,7 +33,7 @@ from rayapp import report
 from rayapp.__main__ import main
 from rayapp.config import Config, load
 from rayapp.config.fields import IMAGES
-from rayapp.observe import columns, metrics, segments
+from rayapp.observe import metrics
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import MetricsLine, line_of
@@ -515,8 +515,7 @@ def test_steps_are_read_block_by_block(
     run = RunFolder(storage, steps=50)
     run.train(30)
     run.train(20, loss=math.nan)
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 5_000)  # some 7 lines
-    monkeypatch.setattr(columns, "FEW_BYTES", 0)
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 5_000)  # some 7 lines
     whole = run.run.read(METRICS)
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):

@@ -35,7 +35,7 @@ from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.tasks import compared, score_tasks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
-from rayapp.observe.records import Outcome
+from rayapp.observe.records import FinalFigures
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.order import StepCounts
 from rayapp.planner.flops import model_flops
@@ -86,7 +86,7 @@ class LanguageTrainer(Trainer):
         """Return the number of tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
-    def warm_up(self) -> Outcome:
+    def warm_up(self) -> FinalFigures:
         """Check that packing works for this model; compile if asked to, and return the gain.
 
         Raises: Unavailable if documents of a row would see one another.
@@ -207,10 +207,10 @@ class LanguageTrainer(Trainer):
             room=config.micro_batch * config.data.seq_len,
         )
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
-        outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        outcome: FinalFigures = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             outcome = {**outcome, **engine.evaluate(self.spec.order.num_steps)}
         if self.spec.tasks and dist.get_rank() == 0:

@@ -8,7 +8,6 @@ follower = Follower(run); kept = follower.poll(); follower.steps; follower.lines
 
 from __future__ import annotations
 
-import io
 import math
 from array import array
 from collections.abc import Iterable, Sequence
@@ -18,18 +17,16 @@ import numpy as np
 
 from rayapp.observe import metrics
 from rayapp.observe.metrics import MetricsLine, figure
-from rayapp.observe.run_folder import METRICS, MOST
+from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
 ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
-FEW_BYTES = 2**18  # of so many, Python reads the lines in less time than pyarrow is imported
 # Of a line. The number of an attempt is not enough: if the next attempt cuts its lines and dies
 # before its first step, the one after that has the same number.
 KNOWN_BY = ("attempt", "step", "time")
-BOOLEAN = "skipped"  # all other columns are numbers
 
 
 class Columns:
@@ -79,47 +76,8 @@ class Columns:
         Lines that are not readable are left out, and the log names them.
         """
         data = data[: data.rfind(b"\n") + 1]
-        if len(data) <= FEW_BYTES or not self._extend_at_once(data, start):
-            for end, line in metrics.lines_of(data, start, storage, len(self)):
-                self._add(line, end)
-
-    def _extend_at_once(self, data: bytes, start: int) -> bool:
-        """Append lines by pyarrow; False if there is one that it cannot read."""
-        import pyarrow as pa
-        import pyarrow.json as pa_json
-
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + start + 1
-        names = (*self._columns, *metrics.NEEDED)
-        kinds = {name: pa.bool_() if name == BOOLEAN else pa.float64() for name in names}
-        try:
-            table = pa_json.read_json(
-                io.BytesIO(data),
-                pa_json.ReadOptions(block_size=len(data)),
-                pa_json.ParseOptions(
-                    explicit_schema=pa.schema(list(kinds.items())),
-                    unexpected_field_behavior="ignore",
-                ),
-            )
-        except pa.ArrowInvalid:
-            return False
-        newest = data[data.rfind(b"\n", 0, -1) + 1 :]
-        last = metrics.parsed(newest)
-        if last is None or len(table) != len(ends):  # e.g. an empty line
-            return False
-        values = {name: table[name].cast(pa.float64()).to_numpy() for name in kinds}
-        with np.errstate(invalid="ignore"):
-            for name, most in metrics.NEEDED.items():
-                column = values[name]
-                if not ((column >= 0) & (column <= most)).all():
-                    return False
-                if name != "time" and (column != np.floor(column)).any():
-                    return False
-            for name, known in self._columns.items():
-                inside = np.abs(values[name]) <= MOST
-                known.frombytes(np.where(inside, values[name], np.nan).tobytes())
-        self.ends.frombytes(ends.astype(np.int64).tobytes())
-        self.last = last
-        return True
+        for end, line in metrics.lines_of(data, start, storage, len(self)):
+            self._add(line, end)
 
     def _add(self, line: MetricsLine, end: int) -> None:
         for name, column in self._columns.items():

@@ -255,7 +255,7 @@ class TaskResult(TypedDict, total=False):
     shown: list[ShownItem]
 
 
-class Outcome(HeldOut, total=False):
+class FinalFigures(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
     compile: Gain | None
@@ -269,7 +269,7 @@ class Outcome(HeldOut, total=False):
     export_check: ExportCheck
 
 
-class Summary(Outcome, total=False):
+class Summary(FinalFigures, total=False):
     """What rank 0 returns when it ends; the driver makes it if the run stops without workers."""
 
     status: Required[str]

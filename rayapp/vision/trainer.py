@@ -27,7 +27,7 @@ from rayapp.model.classifier import (
 )
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import MetricsLine, line_of
-from rayapp.observe.records import ExportCheck, Outcome
+from rayapp.observe.records import ExportCheck, FinalFigures
 from rayapp.observe.run_folder import MODEL
 from rayapp.order import StepCounts
 from rayapp.storage import Storage
@@ -126,9 +126,9 @@ class ImageTrainer(Trainer):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
-        outcome: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        outcome: FinalFigures = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
             table = scores.table(self.spec.data.classes)
