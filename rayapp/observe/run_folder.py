@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -142,6 +143,24 @@ def read(run: Storage, name: str, kind: type[T], fix: str = REWRITTEN) -> T | No
     except ValueError as error:
         raise DamagedFile(f"{run.url}/{name}", str(error), fix) from None
     return content
+
+
+def read_lines(run: Storage, name: str, line_of: Callable[[bytes], T], fix: str) -> list[T]:
+    """Return the lines of a file by `line_of`, [] without a file; an unfinished last one is left.
+
+    Raises:
+        DamagedFile: `line_of` has raised a ValueError.
+    """
+    lines = list[T]()
+    try:
+        for line in run.read(name).splitlines(keepends=True):
+            lines += [line_of(line)] if line.endswith(b"\n") else []
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        why = f"line {len(lines) + 1}: {error}"
+        raise DamagedFile(f"{run.url}/{name}", why, fix) from None
+    return lines
 
 
 def parsed(text: bytes, kind: Any) -> Any:

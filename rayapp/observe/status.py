@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -306,18 +307,8 @@ def read_sections(run: Storage) -> Sections | None:
 
 def read_validations(run: Storage) -> list[Validation]:
     """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedFile."""
-    try:
-        lines = run.read(VALIDATIONS).splitlines()
-    except FileNotFoundError:
-        return []
-    validations = list[Validation]()
-    for number, line in enumerate(lines, 1):
-        try:
-            validations.append(run_folder.parsed(line, Validation))
-        except ValueError as error:
-            why = f"line {number} is no JSON of an evaluation: {error}"
-            raise DamagedFile(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None
-    return validations
+    line_of = partial(run_folder.parsed, kind=Validation)
+    return run_folder.read_lines(run, VALIDATIONS, line_of, "Delete the line")
 
 
 def planned_step_s(run: Storage) -> float | None:
