@@ -43,7 +43,8 @@ READINGS = 5  # of a file that is cut back each time; attempts of a run are minu
 NEEDED = ("step", "attempt", "time")  # fields that every line has
 
 logger = logging.getLogger("rayapp.observe.metrics")
-T, P = TypeVar("T"), ParamSpec("P")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 # ---- A line -----------------------------------------------------------------------------------
 
