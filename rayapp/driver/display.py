@@ -19,8 +19,7 @@ from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
-from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
-from rayapp.observe.words import clock, formed
+from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, formed, task_answers, task_rows
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -146,15 +145,15 @@ def own_metrics(held: HeldOut, between: str) -> str:
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEAD:
+    for head in TASK_HEAD:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
-    for row in rows(results):
+    for row in task_rows(results):
         table.add_row(*map(plain, row))
     console.print(table)
-    for _, _, answered in answers(results):
+    for _, _, answered in task_answers(results):
         for item in answered[:MOST_ITEMS]:
-            for what, said in zip(SHOWN, item, strict=True):
+            for what, said in zip(TASK_SHOWN, item, strict=True):
                 text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.plain import redacted
 from rayapp.observe.run_folder import MODEL, DamagedFile
-from rayapp.observe.task_scores import rows
+from rayapp.observe.words import task_rows
 from rayapp.report.curves import smooth, thin, window_of
 from rayapp.report.folder import ReportedRun, read
 from rayapp.storage import Storage, StorageError
@@ -229,7 +229,7 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
         yield ["held-out loss, nats per byte", words.fixed(held.per_byte, 4)]
     if held is not None and held.top1 is not None:
         yield ["held-out top-1", words.share(held.top1)]
-    for name, items, what, before, after in rows(run.result.get("tasks") or {}):
+    for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
         yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
     check: Any = run.result.get("export_check")
     if check and check["rows"]:

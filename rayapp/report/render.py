@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rayapp.observe import task_scores, words
+from rayapp.observe import words
 from rayapp.observe.plain import redacted
 from rayapp.observe.run_folder import METRICS
 from rayapp.report import charts, comparison, evaluations, experts, provenance, tables, timeline
@@ -65,10 +65,10 @@ def run_page(run: ReportedRun) -> bytes:
         sources=tables.sources(run),
         sources_head=tables.SOURCES_HEAD,
         samples=run.result.get("samples") or [],
-        tasks=task_scores.rows(tasks := run.result.get("tasks") or {}),
-        tasks_head=task_scores.HEAD,
-        task_answers=task_scores.answers(tasks),
-        task_shown=task_scores.SHOWN,
+        tasks=words.task_rows(tasks := run.result.get("tasks") or {}),
+        tasks_head=words.TASK_HEAD,
+        task_answers=words.task_answers(tasks),
+        task_shown=words.TASK_SHOWN,
         prompts=evaluations.head(run.held),
         answers=evaluations.answers(run.held),
         asked=sum(1 for each in run.held if each.samples),
