@@ -255,7 +255,7 @@ ROWS = (
     Mutation(
         "torn-shards-are-used",
         PREPARE,
-        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len)',
+        'sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len, columns)',
         "name in sizes",
         OF_PREPARE,
     ),

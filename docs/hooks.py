@@ -1,7 +1,6 @@
 """What mkdocs does for the site beyond rendering docs/*.md; see mkdocs.yml.
 
-The configuration reference is made of the typed config. Links to files outside of docs/ become the
-files' paths, since the site has no copy of the repository.
+Links to files outside of docs/ become paths, since the site has no copy of the repository.
 """
 
 from __future__ import annotations
@@ -9,27 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-from pydantic.fields import FieldInfo
-
-from rayapp.config import KINDS
-from rayapp.config.help import default_of, form_of, limits_of, section_of
-
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
-HEAD = """# Configuration
-
-Every field of a config, made of the code. A YAML file has the sections as keys; on the command line
-a field is `--section.field=value`, which wins over the file. `rayapp finetune --help SECTION`
-prints the same, and `rayapp init` writes a config with all fields. What is not valid is refused
-before anything starts, every problem at once.
-"""
-KIND_HEADS = {"finetune": "Language models", "vision": "Image classifiers"}
-
-
-def on_files(files: Files, config: Any) -> Files:
-    """Add the configuration reference."""
-    files.append(File.generated(config, "configuration.md", content=reference()))
-    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -39,49 +18,3 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _outside(text: str, path: str) -> str:
     return f"`{path}`" if path in text else f"{text} (`{path}`)"
-
-
-def reference() -> str:
-    """Return the page of all fields: those of language models, then what images have instead."""
-    parts, seen = [HEAD], set[str]()
-    for kind in KINDS.values():
-        command = kind.MODULE.rpartition(".")[2]
-        parts.append(f"\n## {KIND_HEADS[command]}: `rayapp {command}`\n")
-        for section, info in kind.model_fields.items():
-            table = _table(section, info)
-            if section_of(info) is None:
-                continue
-            same = table in seen
-            parts.append(f"\n### {command}: {section}\n\n{'As above.' if same else table}\n")
-            seen.add(table)
-    return "".join(parts)
-
-
-def _table(section: str, info: FieldInfo) -> str:
-    rows = ["| field | values | default | |", "|---|---|---|---|"]
-    rows += _rows(section, info)
-    return "\n".join(rows)
-
-
-def _cell(text: str) -> str:
-    """Escape the pipes of a table's cell, but for those in code, where they separate nothing."""
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
-
-
-def _rows(prefix: str, section: FieldInfo) -> list[str]:
-    rows, model = [], section_of(section)
-    for name, info in model.model_fields.items() if model else ():
-        field, inner = f"{prefix}.{name}", section_of(info)
-        form = "a section, or `none`" if inner else f"`{form_of(name, info)}`"
-        limits = limits_of(info)
-        cells = [
-            f"`{field}`",
-            f"{form}{', ' if limits else ''}{limits}",
-            f"`{default_of(name, info)}`",
-            " ".join((info.description or "").split()),
-        ]
-        rows.append("| " + " | ".join(map(_cell, cells)) + " |")
-        if inner:
-            rows += _rows(field, info)
-    return rows

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import served
 import vllm_experts
+from reference import product
 from run_folders import RunFolder
-from transformers import LlamaConfig
+from test_model_new_tokens import ANSWERS, NEW, base
+from transformers import AutoTokenizer, LlamaConfig
 
 from rayapp import consumers, model
 from rayapp.__main__ import main
@@ -133,6 +135,29 @@ def test_a_run_on_real_weights_is_opened_by_all(
     tried = [TRANSFORMERS, *(name for name in consumers.INSTALL if name in environments)]
     assert rows == [[name, "yes", "yes", "yes"] for name in tried], lines
     assert code == 0
+
+
+@pytest.mark.full
+def test_a_base_that_has_learnt_chatml_stops_in_each_program(
+    environments: dict[str, str], tmp_path: Path
+) -> None:
+    """With new tokens of its own; vLLM refuses them in adapters, llama.cpp the tokenizer."""
+    fields = base(tmp_path) | {"model.new_tokens": NEW}
+    ways: dict[str, dict[str, Any]] = {"merged": {"rank": 16, "merge": True}, "on": {"rank": 16}}
+    runs = [product.Run(name, fields | {"model.lora": lora}) for name, lora in ways.items()]
+    models = []
+    for name, done in product.run(runs, tmp_path).items():
+        folder = str(done.folder / "model")
+        under = None if name == "merged" else fields["model.path"]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        probes = [prompts.probe_of(tokenizer, asked, chat=True) for asked in ANSWERS]
+        models.append(consumers.Served(folder, under, tokenizer, probes, must_stop=True))
+        assert models[-1].stops == {tokenizer.convert_tokens_to_ids("<|im_end|>"), 0}
+    found = consumers.tried(models, {n: at for n, at in environments.items() if n != LLAMA_CPP})
+    for name, (merged, adapter) in found.items():
+        assert merged.good, merged
+        assert adapter.good == (name != VLLM), adapter
+        assert name != VLLM or "trainable_tokens_delta" in adapter.why
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,14 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import corpora
 import numpy as np
+import pyarrow as pa
 import pytest
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
 from tokenizers import Tokenizer
@@ -168,6 +170,76 @@ def pieces_of(document: Document, truncate: bool) -> list[tuple[bytes, bytes]]:
         for a in starts
     ]
     return [(a.tobytes(), b.tobytes()) for a, b in (cut[:1] if truncate else cut)]
+
+
+MORE: list[dict[str, Any]] = [{}, {"pack": False}, {"packing": 1, "eval_fraction": 0.0}]
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt", "chat", "apart"])
+@pytest.mark.parametrize("more", MORE, ids=str)
+def test_each_document_of_a_row_has_the_numbers_of_its_record(
+    recipe: RowRecipe,
+    tmp_path: Path,
+    kind: str,
+    more: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenising, "BATCH_SIZE", 30)  # some texts are made in parts
+    numbers = {"reward": lambda n: n / 3, "margin": lambda n: -n}
+    given = [VALUES[kind](n) | {name: of(n) for name, of in numbers.items()} for n in range(90)]
+    bad = [VALUES[kind](90), VALUES[kind](91) | {"margin": 1, "reward": "much"}]
+    source = write_jsonl(tmp_path / "kind.jsonl", [*given, *bad])
+    apart = kind == "apart"
+    recipe = replace(recipe, source=source, kind="chat" if apart else kind)
+    recipe = replace(recipe, template=APART if apart else "", **more)
+    plain, recipe = recipe, replace(recipe, values=("margin", "reward"))
+    assert plain.fingerprint != recipe.fingerprint
+    assert plain.tokens_key(source) != recipe.tokens_key(source)
+    prepared = here(recipe, tmp_path / "out")
+    assert prepared.columns == 2 and sum(prepared.bad.values()) == 2
+    why = {reason.split(",")[0]: place for place, reason in prepared.examples}
+    assert why["has no column 'margin'"].endswith("kind.jsonl:91")
+    assert why["has a 'reward' that is not a finite number"].endswith("kind.jsonl:92")
+    renderer = Renderer(tokens.load_tokenizer(recipe.tokenizer_url), recipe.kind, recipe.template)
+    wanted = Counter[tuple[bytes, bytes, bytes]]()
+    for number, value in enumerate(given):
+        document, _ = renderer.document(value)
+        of = np.array([-number, number / 3], np.float32).tobytes()
+        wanted.update((*piece, of) for each in document or () for piece in pieces_of(each, False))
+    found = Counter[tuple[bytes, bytes, bytes]]()
+    for split in ("train", "eval"):
+        rows = prepared.rows(split)
+        records = rows.read(np.arange(len(rows)))
+        assert records["values"].shape == (len(rows), 2, S)
+        for row, segments in zip(records, map(segments_of, records[:, None]), strict=True):
+            used = row["segments"] > 0
+            _, first, which = np.unique(
+                row["segments"][used], return_index=True, return_inverse=True
+            )
+            of = row["values"][:, used][:, first]  # [2, documents]
+            assert (row["values"][:, used] == of[:, which]).all()
+            assert not row["values"][:, ~used].any()
+            found.update((*s, v.tobytes()) for s, v in zip(segments, of.T, strict=True))
+    assert found == wanted
+
+
+def test_without_columns_all_that_is_stored_is_as_before(recipe: RowRecipe, tmp_path: Path) -> None:
+    """The digests are those of the code before rows could carry columns."""
+    values = [VALUES["prompt"](n) | {"reward": n} for n in range(90)]
+    source = write_jsonl(tmp_path / "data.jsonl", values)
+    recipe = replace(recipe, source=source, kind="prompt", tokenizer_digest="bytes")
+    prepared = here(recipe, tmp_path / "out")
+    rows, blocks = blake2b(digest_size=8), blake2b(digest_size=8)
+    for name, data in contents(open_storage(prepared.url)).items():
+        rows.update(name.encode() + data)
+    for path in sorted((tmp_path / "out" / "tokens" / recipe.tokens_key(source)).rglob("*/*")):
+        stored, first = path.read_bytes(), sections.HEADER.size
+        _, size, _ = sections.HEADER.unpack(stored[:first])  # of the only section
+        section = pa.BufferReader(stored[first : first + size])
+        blocks.update(pa.CompressedInputStream(section, sections.CODEC).read())
+    names = prepared.fingerprint, recipe.tokens_key(source)
+    assert names == ("6ff6c3c153754921", "448a490a3312edf3")
+    assert rows.hexdigest() == "e0335dfc511bfc89" and blocks.hexdigest() == "576f0945c676552b"
 
 
 @pytest.mark.parametrize("kind", ["text", "prompt", "chat", "apart"])

@@ -62,6 +62,21 @@ def test_sections_give_back_their_records(given_records: list[TokenisedRecord], 
     assert all(len(section.lengths) <= 5 for section in made)
 
 
+def test_the_numbers_of_records_come_back_exactly() -> None:
+    document = Document(np.arange(3, dtype=np.int32), np.ones(3, bool), np.ones(3, np.uint16))
+    values = (0.1, -3e38)
+    given_records = [
+        TokenisedRecord(0, 1, document, None, 3, True, values=values),
+        TokenisedRecord(0, 1, document, None, 3, values=values),
+        TokenisedRecord(0, 2, None, "is bad", 0),
+        TokenisedRecord(0, 3, document, None, 4, values=(2.0, 0.0)),
+    ]
+    stored = b"".join(encoded(list(sections.sections(given_records)))) + sections.end_of(SEED, 1)
+    (section,) = sections.read(io.BytesIO(stored), SEED)
+    found = [record.values for record in section.records()]
+    assert found == [record.values for record in given_records]
+
+
 def encoded(made: list[TokenSection], seed: int = SEED) -> list[bytes]:
     """Return each section as it is stored."""
     every = (sections.encoded(each, seed, number) for number, each in enumerate(made))

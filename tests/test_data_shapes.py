@@ -15,9 +15,11 @@ from rayapp.data.shapes import (
     renamed,
     shape_of,
     standard,
+    standardised,
     unused,
     unused_fields,
 )
+from rayapp.data.sources import Record
 
 USER, ASSISTANT = ({"role": "user", "content": "Q?"}, {"role": "assistant", "content": "A."})
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -203,6 +205,39 @@ def test_fields_of_messages_that_nothing_is_made_of_are_named() -> None:
     assert unused_fields(chat) == ("messages.\\ud83d", "messages.toolCalls", "messages.text")
     turns = {"conversations": [{"from": "gpt", "value": "A", "html": "<p>"}]}
     assert unused_fields(standard(turns, "chat")) == ("messages.html",)
+
+
+NUMBERS: dict[str, tuple[Any, float | str]] = {
+    "whole": (7, 7.0),
+    "below 0": (-0.1, -0.1),
+    "text, as in CSV": (" 1e-3", 1e-3),
+    "the largest": (3.4028234663852886e38, 3.4028234663852886e38),
+    "too large": (3.5e38, "'r' that is not a finite number"),
+    "much too large": (10**400, "'r' that is not a finite number"),
+    "nan": (float("nan"), "'r' that is not a finite number"),
+    "infinite": ("-inf", "'r' that is not a finite number"),
+    "null": (None, "'r' that is not a finite number"),
+    "true": (True, "'r' that is not a finite number"),
+    "words": ("much", "'r' that is not a finite number"),
+    "a list": ([1.0], "'r' that is not a finite number"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_column_of_a_loss_holds_finite_numbers(case: str) -> None:
+    value, expected = NUMBERS[case]
+    record = Record("a.jsonl", 0, {"question": "Q?", "answer": "A.", "r": value})
+    made = standardised(record, "chat", {}, ("r",))
+    if isinstance(expected, float):
+        assert (made.values, made.problem) == ((expected,), None) and "messages" in made.value
+    else:
+        assert made.problem == f"has a {expected}, which train.loss needs"
+
+
+@pytest.mark.parametrize(("value", "has"), [("a text", "is text"), ({"text": "a"}, "has 'text'")])
+def test_a_record_without_the_column_of_a_loss_is_named(value: Any, has: str) -> None:
+    made = standardised(Record("a", 0, value), "text", {}, ("r",))
+    assert made.problem == f"has no column 'r', which a parameter of train.loss names (it {has})"
 
 
 def test_columns_are_renamed_and_the_users_own_win() -> None:

@@ -24,6 +24,7 @@ from rayapp.data.rows import (
     TokenRows,
     local_steps,
     sequential_batches,
+    step_rows,
     stored_bytes,
     with_checksums,
 )
@@ -54,10 +55,12 @@ def ray_cluster(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         ray.shutdown()
 
 
-def random_rows(url: str) -> Prepared:
+def random_rows(url: str, columns: int = 0) -> Prepared:
     """Write shards of random rows, each row known by its first token."""
     rng = np.random.default_rng(0)
-    rows = np.zeros(sum(SHARDS), row_dtype(SEQ_LEN))
+    rows = np.zeros(sum(SHARDS), row_dtype(SEQ_LEN, columns))
+    if columns:
+        rows["values"] = rng.standard_normal(rows["values"].shape)
     for name in ("input_ids", "labels", "segments"):
         rows[name] = rng.integers(0, 50_000, rows[name].shape)
     rows["input_ids"][:, 0] = np.arange(len(rows))
@@ -75,7 +78,7 @@ def random_rows(url: str) -> Prepared:
     return Prepared(
         url=url,
         fingerprint="f" * 16,
-        parts={},
+        parts={"a source values": [*map(str, range(columns))]} if columns else {},
         seq_len=SEQ_LEN,
         shards={"train": shards},
         counts=counts,
@@ -116,7 +119,7 @@ def same(one: StepRows, other: StepRows) -> bool:
     return one.step == other.step and all(
         np.array_equal(getattr(one, name), getattr(other, name))
         and getattr(one, name).dtype == getattr(other, name).dtype
-        for name in stream.FIELDS
+        for name in (*stream.FIELDS, *(["values"] if other.values is not None else []))
     )
 
 
@@ -145,7 +148,8 @@ def test_the_stream_is_what_one_process_reads(
 ) -> None:
     assert EPOCHS.num_steps == 9
     monkeypatch.setattr(stream, "MAX_STEPS_PER_CHUNK", 2)  # 9 and 4 steps: a last chunk of 1 and 2
-    check(random_rows(str(tmp_path)), EPOCHS, first_step, world)
+    columns = 2 if first_step else 0
+    check(random_rows(str(tmp_path), columns), EPOCHS, first_step, world)
 
 
 @pytest.mark.parametrize("first_step", [0, 3, 20])
@@ -398,6 +402,10 @@ def test_bounds_are_given_where_a_row_holds_documents() -> None:
     assert set(batch.inputs(0, slice(1, 2))) == {*whole} - {"present"}
     empty = StepRows(0, tokens, tokens, segments * 0, places, places, places)
     assert set(empty.inputs(0)) == {"input_ids", "labels"}  # a router has no token to balance
+    labels = np.array([[[IGNORE, 5, 5, IGNORE], [7, 7, 7, 7]]], np.int32)
+    some = StepRows(0, tokens, labels, segments, places, places, places)
+    assert some.inputs(0)["trained"].tolist() == [1, 2, 4, 5, 6, 7]  # type: ignore[union-attr]
+    assert "trained" not in some.inputs(0, slice(1, 2))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -462,6 +470,22 @@ def test_sequential_batches_take_every_row_once(
     assert first[ids != EMPTY].tolist() == list(range(17))
     labels = np.concatenate([batch.labels.reshape(-1, SEQ_LEN) for batch in dealt])
     assert (labels[ids == EMPTY] == IGNORE).all()
+
+
+@pytest.mark.parametrize("where", ["here", "on s3"])
+def test_a_batch_has_the_numbers_of_its_rows(where: str, tmp_path: Path, s3_bucket: str) -> None:
+    url = str(tmp_path) if where == "here" else f"s3://{s3_bucket}/columns"
+    rows = random_rows(url, 3).rows("train")
+    stored = rows.read(np.arange(len(rows)))["values"]  # [rows, 3, S]
+    assert len(np.unique(stored)) == stored.size
+    batches = [step_rows(rows, EPOCHS, 2, 1, 2), *sequential_batches(rows, 2, 0, 2)]
+    for batch in batches:
+        for i, numbers in enumerate(batch.rows):
+            values: Any = batch.inputs(i)["values"]
+            there = numbers != EMPTY
+            assert values.shape == (3, 2, SEQ_LEN) and not values[:, ~there].any()
+            assert (values[:, there] == stored[numbers[there]].swapaxes(0, 1)).all()
+    assert "values" not in step_rows(random_rows(url).rows("train"), EPOCHS, 0, 0, 1).inputs(0)
 
 
 def test_no_rows_give_no_batches(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import yaml
+from configuration_page import reference
 from run_folders import RunFolder
 
 import rayapp
@@ -314,6 +315,13 @@ def test_a_refusal_that_the_code_lacks_is_found() -> None:
     assert any("data.path=… is of no known kind" in line for line in messages())
 
 
+def test_the_page_of_all_fields_is_that_of_the_config() -> None:
+    page = ROOT / "docs/configuration.md"
+    if os.environ.get("GOLDEN") == "write":
+        page.write_text(reference(), encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == reference(), "if meant so, GOLDEN=write"
+
+
 @pytest.mark.full
 def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'rayapp[docs]'")
@@ -336,7 +344,7 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path: Path) -> None:
         assert found is None, f"{path.name} loads {found and found[0]}"
     styles = [path.read_text() for path in (tmp_path / "site").rglob("*.css")]
     assert styles and not any(re.search(r"(?:url\(|@import )[\"']?https?:", css) for css in styles)
-    reference = (tmp_path / "site" / "configuration.html").read_text(encoding="utf-8")
+    fields = (tmp_path / "site" / "configuration.html").read_text(encoding="utf-8")
     for kind in KINDS.values():
         for field in forms(kind):
-            assert f">{field}<" in reference, field
+            assert f">{field}<" in fields, field

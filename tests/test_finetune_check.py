@@ -233,6 +233,39 @@ def test_own_code_is_tried_before_a_run_starts_and_mended_in_the_same_process(la
         lab(hidden, model={"path": "granite3.3-2b", "from_scratch": True})
 
 
+WEIGHTED = LAB.replace("loss(logits, labels)", "loss(logits, labels, reward, gamma=2.0)")
+
+
+def test_columns_that_a_loss_names_are_checked_before_a_run_starts(
+    lab: Any, tmp_path: Path
+) -> None:
+    def rows(name: str, *records: dict[str, Any]) -> str:
+        (tmp_path / name).write_text("".join(json.dumps(each) + "\n" for each in records))
+        return str(tmp_path / name)
+
+    good = [{"text": f"line {n}", "reward": n, "id": n} for n in range(30)]
+    path = rows("good.jsonl", *good)
+    (entry,) = lab(WEIGHTED, data={"path": path}).inputs
+    assert (entry.values, entry.unused) == (("reward",), ("id",))
+    (entry,) = lab(LAB).inputs
+    assert entry.values == ()
+    why = r"has no column 'reward', which a parameter of train\.loss names"
+    with pytest.raises(ConfigError, match=rf"notes\.txt:1 {why} \(it is text\)"):
+        lab(WEIGHTED)
+    wrong = rows("wrong.jsonl", *good, {"text": "a", "reward": None})
+    with pytest.raises(ConfigError, match=r"wrong\.jsonl:31 has a 'reward' that is not a finite n"):
+        lab(WEIGHTED, data={"path": wrong, "bad_rows": 0.0})
+    lacking = rows("held.jsonl", *({"text": "a"} for _ in range(9)))
+    with pytest.raises(
+        ConfigError, match=rf"data\.eval_path=.*held\.jsonl:1 {why} \(it has 'text'"
+    ):
+        lab(WEIGHTED, data={"path": path, "eval_path": lacking, "eval_fraction": 0.0})
+    metric = WEIGHTED.replace("metric(logits, labels)", "metric(logits, labels, reward)")
+    lab(metric, data={"path": path})
+    with pytest.raises(ConfigError, match=r"^eval\.metrics=lab:metric .* 'id' names a column that"):
+        lab(metric.replace("labels, reward):", "labels, id):"), data={"path": path})
+
+
 def test_own_code_may_change_until_a_checkpoint_holds_steps_of_it(lab: Any, tmp_path: Path) -> None:
     run = open_storage(str(tmp_path / "r"))
     plan = {"steps": 9, "code": dict(lab(LAB).code)}

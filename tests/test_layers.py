@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MOST_LINES, MOST_FILES = 53_300, 323  # of rayapp/
 HEAVY = ("torch", "ray.train", "ray.data")  # not at the top of LIGHT, so that `plan` starts fast
 
 SAMPLE = """
@@ -207,6 +208,27 @@ def test_documents_name_files_that_exist() -> None:
         if not any(file.endswith(f"/{name}") for file in files)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_recipes_name_symbols_where_they_are() -> None:
+    """In CONTRIBUTING: `SYMBOL` in `path`, or `A`, `B` and `C` in `path`."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    named = re.findall(r"((?:`\w+`(?:, | and ))*`\w+`) (?:in|of) `([a-z_/0-9]+\.py)`", text)
+    assert len(named) >= 8
+    wrong = []
+    for symbols, path in named:
+        (file,) = [each for each in (ROOT / path, ROOT / "rayapp" / path) if each.exists()]
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        known = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        known |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        wrong += [f"{path}: {name}" for name in re.findall(r"\w+", symbols) if name not in known]
+    assert not wrong, wrong
+
+
+def test_rayapp_grows_no_more() -> None:
+    """A feature pays with lines near it. Lower both numbers when the code allows."""
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in sources())
+    assert lines <= MOST_LINES and len(sources()) <= MOST_FILES, (lines, len(sources()))
 
 
 def test_a_class_name_is_defined_once() -> None:

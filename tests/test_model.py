@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rayapp.config import Lora
@@ -552,6 +553,39 @@ def test_packed_loss_equals_each_document_alone(tmp_path: Path, name: str) -> No
     torch.testing.assert_close(packed, sum(alone), rtol=1e-5, atol=1e-5)
     crossing, _ = model(batch["input_ids"], batch["labels"])
     assert abs(crossing - packed) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "gemma3"])
+def test_head_and_loss_compute_the_labels_that_bear_loss_alone(tmp_path: Path, name: str) -> None:
+    """Gemma 3 caps its logits, so that it computes them all."""
+    if name == "gemma3":
+        sizes = {**SIZES, "head_dim": 8, "final_logit_softcapping": 3.0, "num_key_value_heads": 2}
+        model = build(transformers.Gemma3TextConfig(**sizes), loss=summed_loss, attention="eager")
+        init_weights(model, SEED, "cpu")
+    else:
+        make_folder(name, tmp_path)
+        model = unsharded(tmp_path, name)
+    model.loss = chunked_cross_entropy
+    batch, of_source = make_batch(), torch.arange(5) < torch.tensor([[2], [9]])
+    of_source[1] &= ~of_source[0]
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found, flops = [], []
+    for some in ({}, {"trained": (batch["labels"].flatten() != -100).nonzero().flatten()}):
+        with FlopCounterMode(display=False) as counter:
+            objective, loss, sources = model(**batch, of_source=of_source, **some)
+            gradients = torch.autograd.grad(objective, weights)
+        assert sources.sum() == pytest.approx(float(loss), rel=1e-6)
+        found.append([objective, sources, *gradients])
+        flops.append(counter.get_total_flops())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    vocabulary, width = model.hf.get_output_embeddings().weight.shape
+    left_out = int((batch["labels"] == -100).sum()) * vocabulary * width
+    products = 0 if name == "gemma3" else 4  # the counter does not know addmm_
+    assert flops[0] - flops[1] == products * left_out
+    empty = torch.zeros(0, dtype=torch.long)
+    masked = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    objective, _ = model(**masked, trained=empty)
+    assert objective == 0 and all((g == 0).all() for g in torch.autograd.grad(objective, weights))
 
 
 def test_router_loss_is_the_familys_own_and_only_in_training() -> None:

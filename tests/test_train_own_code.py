@@ -16,7 +16,7 @@ from rayapp.finetune.build import Head
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.train import loop
 from rayapp.train.loss import IGNORE, chunked_cross_entropy
-from rayapp.train.own_code import RaisedError, own_loss, problem_of, token_sums
+from rayapp.train.own_code import RaisedError, columns_of, own_loss, problem_of, token_sums
 
 
 def nats(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -81,6 +81,59 @@ def test_a_function_with_a_parameter_hidden_is_given_the_hidden_states(chunk: in
         torch.testing.assert_close(mine, plain)
     given = ({"spread": spread, "again": spread}, hidden, weight, labels, bias, chunk)
     assert token_sums(*given).tolist() == pytest.approx([float(wanted.detach())] * 2)
+
+
+def weighted(
+    logits: torch.Tensor, labels: torch.Tensor, reward: torch.Tensor, margin: torch.Tensor
+) -> torch.Tensor:
+    return reward.mul_(2.0) * nats(logits, labels) + margin * logits.square().mean(-1)
+
+
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_a_parameter_of_another_name_is_given_the_column_of_the_records(chunk: int) -> None:
+    hidden, weight, labels, bias = drawn()
+    columns = {"margin": torch.rand(2, 9), "reward": torch.rand(2, 9), "other": torch.rand(2, 9)}
+    bears = labels != IGNORE
+    logits = torch.nn.functional.linear(hidden[bears], weight, bias)
+    reward, margin = 2.0 * columns["reward"][bears], columns["margin"][bears]
+    wanted = (reward * nats(logits, labels[bears]) + margin * logits.square().mean(-1)).sum()
+    given = (hidden, weight, labels, bias)
+    found, _ = own_loss(*given, function=weighted, chunk=chunk, columns=columns)
+    torch.testing.assert_close(found, wanted)
+    inputs = [hidden, weight, bias]
+    for mine, plain in zip(*(torch.autograd.grad(x, inputs) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(mine, plain)
+    sums = token_sums({"a": weighted, "b": weighted}, *given, chunk, columns=columns)
+    assert sums.tolist() == pytest.approx([float(wanted.detach())] * 2)
+
+
+NAMED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "none": (nats, ()),
+    "sorted": (weighted, ("margin", "reward")),
+    "hidden": (spread, ()),
+    "a default": (lambda x, y, gamma=2.0: x, ()),
+    "by name": (lambda x, y, *rest, reward, hidden, **more: x, ("reward",)),
+    "of C": (torch.nn.functional.relu_, ()),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_parameters_without_a_default_name_columns(case: str) -> None:
+    function, names = NAMED[case]
+    assert columns_of(function) == names
+
+
+def test_rows_without_numbers_have_cross_entropy_alone() -> None:
+    """Those of tasks, and of the checks of a model before it is trained."""
+    head = Head(from_dict({"train": {"loss": "test_train_own_code:weighted"}}))
+    hidden, weight, labels, bias = drawn()
+    plain, _ = chunked_cross_entropy(hidden, weight, labels, bias)
+    torch.testing.assert_close(head(hidden, weight, labels, bias)[0], plain)
+    values = torch.rand(2, 2, 9)  # of margin and reward
+    named = dict(zip(("margin", "reward"), values, strict=True))
+    wanted, _ = own_loss(hidden, weight, labels, bias, function=weighted, columns=named)
+    found, _ = head(hidden, weight, labels, bias, values=values)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("wrong", [lambda x, y: x.sum(), lambda x, y: x, lambda x, y: 1.0])
@@ -156,6 +209,10 @@ def test_memory_that_is_used_up_is_no_fault_of_a_function() -> None:
         token_sums({"a": out_of_memory}, hidden, weight, labels, failed=set())
 
 
+def by_place(x: Any, y: Any, z: Any, /) -> Any:
+    return x
+
+
 TRIED: dict[str, tuple[Any, str | None]] = {
     "right": (nats, None),
     "in place": (lambda x, y: nats(x.mul_(2.0), y), None),
@@ -163,7 +220,9 @@ TRIED: dict[str, tuple[Any, str | None]] = {
     "hidden states": (spread, None),
     "of another size": (lambda x, y, hidden: nats(x + hidden, y), "it raised RuntimeError: The si"),
     "fp64": (lambda x, y: nats(x.double(), y), None),
-    "three arguments": (lambda x, y, z: x, "it raised TypeError: .*missing 1 required"),
+    "a column": (lambda x, y, reward: nats(x, y) * reward.mul_(2.0), None),
+    "a column without a name": (by_place, "it raised TypeError: .*position"),
+    "one argument": (lambda x: x, "it raised TypeError: .*takes 1 positional"),
     "a sum": (lambda x, y: nats(x, y).sum(), r"a tensor of shape \[4\], and returned \(\)"),
     "a number": (lambda x, y: 1.0, "and returned float"),
     "an array": (lambda x, y: x.detach().numpy()[:, 0], "and returned ndarray"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
@@ -16,7 +18,7 @@ from rayapp.config import from_dict
 from rayapp.data import prepare, sources, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps, sequential_batches, step_rows
+from rayapp.data.rows import StepRows, local_steps, sequential_batches, step_rows
 from rayapp.observe import figures, trackers, words
 from rayapp.observe import status as statuses
 from rayapp.order import Order
@@ -58,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def prepared_of(folder: Path, path: str) -> Prepared:
+def prepared_of(folder: Path, path: str, values: tuple[str, ...] = ()) -> Prepared:
     """Prepare in this process, without Ray."""
     source = sources.find(path)
     held_out = 0.0 if "rare" in path else 0.1
@@ -73,6 +75,7 @@ def prepared_of(folder: Path, path: str) -> Prepared:
         pack=True,
         truncate=False,
         eval_fraction=held_out,
+        values=values,
     )
     root = open_storage(str(folder / "prepared"))
     for index, unit in enumerate(sources.units(source, held_out)):
@@ -80,9 +83,15 @@ def prepared_of(folder: Path, path: str) -> Prepared:
     return prepare.prepare(recipe, root)
 
 
-def spec_of(folder: Path, name: str, shares: dict[str, float] = SHARES, **more: Any) -> Any:
+def spec_of(
+    folder: Path,
+    name: str,
+    shares: dict[str, float] = SHARES,
+    values: tuple[str, ...] = (),
+    **more: Any,
+) -> Any:
     weights = {str(folder / path): share for path, share in shares.items()}
-    parts = {path: prepared_of(folder, path) for path in weights}
+    parts = {path: prepared_of(folder, path, values) for path in weights}
     data = mixed(open_storage(str(folder / "prepared")), parts, weights)
     config = from_dict(
         {
@@ -157,6 +166,84 @@ def test_the_value_of_ones_own_loss_is_shown(folder: Path) -> None:
     assert shown["doubled"] == words.fixed(run.recent("own_loss"), 4) != words.UNKNOWN
     charts = {each.id: each for each in of_run(run)}
     assert charts["own-loss"].title == "train.loss, doubled" and "metric-0" in charts
+
+
+def weighed(
+    logits: torch.Tensor, labels: torch.Tensor, reward: torch.Tensor, margin: torch.Tensor
+) -> torch.Tensor:
+    return reward * F.cross_entropy(logits, labels, reduction="none") + margin
+
+
+def reward_alone(logits: torch.Tensor, labels: torch.Tensor, reward: torch.Tensor) -> torch.Tensor:
+    return reward + 1e-7 * logits.sum(-1)
+
+
+def of_record(number: int) -> dict[str, float]:
+    """Return the numbers of a record, which bfloat16 would round."""
+    return {"reward": 1 + number / 512, "margin": -number / 7}
+
+
+def documents_of(batch: StepRows) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield tokens, labels and the record's number of each document of each row."""
+    for place, documents in np.ndenumerate(batch.segments.max(-1)):
+        for document in range(1, int(documents) + 1):
+            here = batch.segments[place] == document
+            ids, labels = (
+                torch.from_numpy(each[place][here].astype("int64"))
+                for each in (batch.input_ids, batch.labels)
+            )
+            yield ids, labels, int(tokens.byte_tokenizer().decode(ids.tolist()).split()[0])
+
+
+@pytest.fixture(scope="module")
+def rewarded(folder: Path) -> dict[str, float]:
+    """Write records with numbers; return the shares of their files."""
+    for name, count in {"few.jsonl": 60, "many.jsonl": 300}.items():
+        texts = ({"text": f"{n} is {'xyz' * (n % 7)}."} | of_record(n) for n in range(count))
+        (folder / name).write_text("".join(json.dumps(each) + "\n" for each in texts))
+    return {"few.jsonl": 1.0, "many.jsonl": 1.0}
+
+
+def test_a_loss_is_given_the_numbers_of_each_tokens_record(
+    folder: Path, rewarded: dict[str, float]
+) -> None:
+    """By a plain formula on each document alone; the same for 1 and 2 workers."""
+    values, loss = ("margin", "reward"), "test_train_sources:weighed"
+    specs = [spec_of(folder, f"weighed-{n}", rewarded, values, loss=loss) for n in (1, 2)]
+    (alone, last), (both, also_last) = (train(spec, folder, n) for n, spec in enumerate(specs, 1))
+    for one, two in zip(alone, both, strict=True):
+        for name in ("own_loss", "loss", "grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=1e-5)
+    assert last["eval_metrics"] == pytest.approx(also_last["eval_metrics"], rel=1e-5)
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    sums = []
+    for ids, labels, record in documents_of(
+        step_rows(specs[0].data.rows("train"), specs[0].order, 0, 0, 1)
+    ):
+        numbers = map(torch.tensor, of_record(record).values())
+        sums.append(weighed(lm(input_ids=ids[None]).logits[0], labels, *numbers).sum())
+    assert len(sums) > 2 * ROWS - 4, "no row holds several documents"
+    wanted = torch.stack(sums).sum() / alone[0]["tokens"]
+    assert alone[0]["own_loss"] == pytest.approx(float(wanted.detach()), rel=1e-5)
+    wanted.backward()
+    norm = torch.stack([p.grad.norm() for p in lm.parameters()]).norm()
+    assert alone[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_the_numbers_of_records_are_not_rounded_to_bfloat16(
+    folder: Path, rewarded: dict[str, float]
+) -> None:
+    loss = "test_train_sources:reward_alone"
+    spec = spec_of(folder, "exact", rewarded, ("reward",), loss=loss, precision="bf16")
+    lines, _ = train(spec, folder, 1)
+    for step, line in enumerate(lines):
+        wanted = sum(
+            of_record(record)["reward"] * len(labels)
+            for _, labels, record in documents_of(
+                step_rows(spec.data.rows("train"), spec.order, step, 0, 1)
+            )
+        )
+        assert line["own_loss"] == pytest.approx(wanted / line["tokens"], rel=1e-5)
 
 
 def whole(losses: dict[str, float | None], counts: dict[str, int]) -> float:

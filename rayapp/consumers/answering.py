@@ -28,6 +28,8 @@ def in_transformers(request: dict[str, Any]) -> dict[str, Any]:
     if base:
         from peft import PeftModel
 
+        if len(tokenizer) > len(hf.get_input_embeddings().weight):  # as AutoPeftModel makes room
+            hf.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         hf = PeftModel.from_pretrained(hf, folder)
         hf.generation_config = GenerationConfig.from_pretrained(folder)
     hf.eval()

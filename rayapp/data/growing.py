@@ -60,7 +60,8 @@ class GrowingRows:
             windows=windows,
             follow=tuple(known < count for known, count in pairs),
         )
-        self.rows = rows_of_windows(self.rows.storage, self._shards, self.rows.seq_len)
+        rows = self.rows
+        self.rows = rows_of_windows(rows.storage, self._shards, rows.seq_len, rows.columns)
 
 
 @lru_cache(maxsize=2**16)

@@ -7,7 +7,7 @@ texts = sample_texts(source, head.kind, 16 * 2**20)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -41,13 +41,15 @@ def inspect(
     kind: str,
     limit: float,
     columns: Mapping[str, str] = NO_COLUMNS,
+    names: Sequence[str] = (),
 ) -> SourceHead:
     """Read the head of a few files, and tell the kind (resolved from `auto`) and the problems.
 
     A head is the first 64 records of a file's first piece, for up to 16 files. `limit` decides if
     the heads are all the data, or if it is 0. Other data are refused here only if no record of the
     heads is usable, and none of a few that are spread over the files; so that a wrong column is
-    reported before anything starts, and else `limit` decides after preparing.
+    reported before anything starts, and else `limit` decides after preparing. `names` are columns
+    that hold numbers.
     """
     heads, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in heads if record.problem is None]
@@ -56,16 +58,17 @@ def inspect(
         kind = next((k for k, _ in kinds.most_common(1) if k), "text")
     if not heads:
         return SourceHead(kind, (), [f"data.path={path} is empty: there is no record in its files"])
-    judged = _judged(heads, kind, columns)
+    judged = _judged(heads, kind, columns, names)
     wrong = [(record, why) for record, why in judged if why]
-    unused = dict.fromkeys(name for row in rows for name in shapes.unused(row, kind))
+    others = (name for row in rows for name in shapes.unused(row, kind))
+    unused = dict.fromkeys(name for name in others if name not in names)
     if kind == "chat":
         chats = [record.value for record, why in judged if not why]
         unused |= dict.fromkeys(name for chat in chats for name in shapes.unused_fields(chat))
     refused = len(wrong) > limit * len(heads) if whole or not limit else len(wrong) == len(heads)
     if refused and limit and not whole:
         spread = _spread(source)
-        refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns))
+        refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns, names))
     if not refused:
         return SourceHead(kind, tuple(unused), [])
     firsts = {why: record for record, why in reversed(wrong)}
@@ -79,10 +82,10 @@ def inspect(
 
 
 def _judged(
-    records: list[sources.Record], kind: str, columns: Mapping[str, str]
+    records: list[sources.Record], kind: str, columns: Mapping[str, str], names: Sequence[str]
 ) -> list[tuple[sources.Record, str | None]]:
     """Return the records as standard ones, each with why it is unusable, or None."""
-    made = [shapes.standardised(record, kind, columns) for record in records]
+    made = [shapes.standardised(record, kind, columns, names) for record in records]
     return [(record, record.problem or problem_of(record.value, kind)) for record in made]
 
 

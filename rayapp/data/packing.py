@@ -75,10 +75,11 @@ class Document:
             )
 
 
-def row_dtype(seq_len: int) -> np.dtype[np.void]:
-    """Return the layout of a row: packed, little-endian, 10 * seq_len + 4 bytes.
+def row_dtype(seq_len: int, columns: int = 0) -> np.dtype[np.void]:
+    """Return the layout of a row: packed, little-endian, (10 + 4 * columns) * seq_len + 4 bytes.
 
-    `target_bytes` is the sum of `num_bytes` over the labels that bear loss.
+    `target_bytes` is the sum of `num_bytes` over the labels that bear loss. `values`, where there
+    are columns, has at each position the numbers of its document's record; 0 on padding.
 
     >>> row_dtype(4096).itemsize
     40964
@@ -93,6 +94,7 @@ def row_dtype(seq_len: int) -> np.dtype[np.void]:
             ("labels", "<i4", (seq_len,)),
             ("segments", "<u2", (seq_len,)),
             ("target_bytes", "<u4"),
+            *([("values", "<f4", (columns, seq_len))] if columns else []),
         ]
     )
 
@@ -108,6 +110,7 @@ class RowLayout:
     starts: Ints  # first token of each piece in all documents laid end to end, [P]
     lengths: Ints  # positions of each piece, [P]
     row_of: Ints  # row of each piece, ascending, [P]; the pieces of a row ascend too
+    values: npt.NDArray[np.float32]  # numbers of each piece's record, [P, columns]
     num_rows: int
     num_documents: int  # empty ones included
     num_empty: int  # documents of fewer than 2 tokens, which have no target: no row has them
@@ -169,16 +172,19 @@ def lay_out(
     best_fit: bool = True,
     truncate: bool = False,
     firsts: Ints | None = None,
+    values: npt.NDArray[np.float32] | None = None,
 ) -> RowLayout:
     """Choose the rows of documents of these lengths, [D]; see `pack`.
 
-    `firsts` are the first tokens of the documents, by default those of documents end to end.
+    `firsts` are the first tokens of the documents, by default those of documents end to end;
+    `values` are the numbers of their records, [D, columns].
     """
     row_dtype(seq_len)  # refuses a length that no row can have
     num_positions = np.maximum(num_tokens - 1, 0)  # [D]
     kept = np.minimum(num_positions, seq_len) if truncate else num_positions  # [D]
     firsts = np.cumsum(num_tokens) - num_tokens if firsts is None else firsts  # [D]
-    starts, lengths = _cut(firsts, kept, seq_len)  # [P], [P]
+    document, starts, lengths = _cut(firsts, kept, seq_len)  # [P], [P], [P]
+    values = np.empty((len(kept), 0), np.float32) if values is None else values  # [D, columns]
     row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
     by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
     return RowLayout(
@@ -186,6 +192,7 @@ def lay_out(
         starts=starts[by_row],
         lengths=lengths[by_row],
         row_of=row_of[by_row],
+        values=values[document[by_row]],
         num_rows=int(row_of.max(initial=-1)) + 1,
         num_documents=len(num_tokens),
         num_empty=int(np.count_nonzero(num_positions == 0)),
@@ -205,6 +212,7 @@ def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
         starts=np.concatenate([layout.starts for layout in layouts]),
         lengths=np.concatenate([layout.lengths for layout in layouts]),
         row_of=np.concatenate([layout.row_of + first for layout, first in pairs]),
+        values=np.concatenate([layout.values for layout in layouts]),
         num_rows=int(rows[-1]),
         **{name: sum(getattr(layout, name) for layout in layouts) for name in COUNTS},
     )
@@ -224,10 +232,11 @@ def filled(
     Of the tokens of all documents, of whether they bear loss, and of their bytes, each [T], only
     slices are taken, so that they need not be in memory.
     """
-    rows = np.zeros(last - first, row_dtype(layout.seq_len))
+    columns = layout.values.shape[1]
+    rows = np.zeros(last - first, row_dtype(layout.seq_len, columns))
     shape = rows["input_ids"].shape
     begin, end = np.searchsorted(layout.row_of, (first, last))
-    row_of = layout.row_of[begin:end] - first  # [P]
+    row_of, values = layout.row_of[begin:end] - first, layout.values[begin:end]  # [P], [P, columns]
     starts, lengths = layout.starts[begin:end], layout.lengths[begin:end]  # [P], [P]
     head = np.searchsorted(row_of, row_of)  # [P], the first piece of the same row
     before = np.cumsum(lengths) - lengths
@@ -236,14 +245,16 @@ def filled(
     input_ids, labels, segments = rows["input_ids"], rows["labels"], rows["segments"]  # [N, S]
     input_ids[...] = pad_id
     bears, counts = np.zeros(shape, np.bool_), np.zeros(shape, num_bytes[:0].dtype)  # [N, S]
-    for row, place, start, length, number in zip(
-        *(column.tolist() for column in (row_of, places, starts, lengths, numbers)), strict=True
+    for piece, (row, place, start, length, number) in enumerate(
+        zip(*(c.tolist() for c in (row_of, places, starts, lengths, numbers)), strict=True)
     ):
         here, targets = slice(place, place + length), slice(start + 1, start + 1 + length)
         some = tokens[start : start + length + 1]
         input_ids[row, here], labels[row, here] = some[:-1], some[1:]
         bears[row, here], counts[row, here] = bears_loss[targets], num_bytes[targets]
         segments[row, here] = number
+        if columns:
+            rows["values"][row, :, here] = values[piece, :, None]
     labels[~bears] = IGNORE
     rows["target_bytes"] = np.sum(counts, axis=1, dtype=np.int64, where=bears)
     return rows
@@ -280,13 +291,13 @@ def attended_pairs(segments: npt.NDArray[Any]) -> int:
     return int((position_ids(segments) + 1)[segments != 0].sum())
 
 
-def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints]:
-    """Cut documents into pieces: [D], [D] -> first token and positions of each piece, [P], [P]."""
+def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
+    """Cut documents into pieces: [D], [D] -> document, first token, positions of each, [P] each."""
     num_pieces = -(-num_positions // seq_len)  # [D]
     document = np.repeat(np.arange(len(offsets)), num_pieces)  # [P]
     first_piece = np.cumsum(num_pieces) - num_pieces  # [D]
     done = (np.arange(len(document)) - first_piece[document]) * seq_len  # [P]
-    return offsets[document] + done, np.minimum(num_positions[document] - done, seq_len)
+    return document, offsets[document] + done, np.minimum(num_positions[document] - done, seq_len)
 
 
 def _best_fit(lengths: Ints, seq_len: int) -> Ints:

@@ -74,7 +74,7 @@ def prepare(
         return found
     jobs = jobs_of(recipe)
     total = sum(unit.num_bytes for _, unit in jobs)
-    whole = whole_units(storage, len(jobs), recipe.seq_len)
+    whole = whole_units(storage, len(jobs), recipe.seq_len, len(recipe.values))
     missing = [index for index in range(len(jobs)) if index not in whole]
     finished = total - sum(jobs[i][1].num_bytes for i in missing)
     if missing:  # two runs at once begin at other units
@@ -85,7 +85,7 @@ def prepare(
         finished += task.unit.num_bytes
         if progress:
             progress(finished, total)
-    whole = whole_units(storage, len(jobs), recipe.seq_len)
+    whole = whole_units(storage, len(jobs), recipe.seq_len, len(recipe.values))
     assert len(whole) == len(jobs), f"shards in {storage.url} changed while they were being made"
     merged = merge(recipe, storage, dict(sorted(whole.items())))
     write_account(storage, MANIFEST, vars(merged))
@@ -183,7 +183,7 @@ def prepare_unit(
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     if evaluated or not held_out:
                         split = "eval" if held_out else "train"
-                        rows.add(split, record.document, piece.is_stream, record.goes_on)
+                        rows.add(split, record, piece.is_stream)
         rows.flush()
     storage.write(_hashes_name(index), bytes(rows.hashes))
     counts = {split: summed(counts) for split, counts in rows.counts.items()}
@@ -249,7 +249,9 @@ def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) ->
     )
 
 
-def whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSummary]:
+def whole_units(
+    storage: Storage, count: int, seq_len: int, columns: int = 0
+) -> dict[int, UnitSummary]:
     """Return, by unit, the summaries of units that are done, with shards of the right size."""
     sizes = {entry.name: entry.size for entry in storage.list()}
     present = [index for index in range(count) if unit_name(index) in sizes]
@@ -262,7 +264,7 @@ def whole_units(storage: Storage, count: int, seq_len: int) -> dict[int, UnitSum
         if summary is not None
         and sizes.get(_hashes_name(index)) == 8 * summary["counts"]["train"]["documents"]
         and all(
-            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len)
+            sizes.get(name) == summary["counts"][split]["rows"] * stored_bytes(seq_len, columns)
             for split, name in summary["shards"].items()
         )
     }

@@ -67,6 +67,12 @@ class Prepared:
     """Rows of each packing, if there are several; the counts are those of the first."""
 
     @property
+    def columns(self) -> int:
+        """Columns whose numbers the rows carry; the same of all sources of a mixture."""
+        each = (part for name, part in self.parts.items() if name.rpartition(" ")[2] == "values")
+        return len(cast(list[str], next(each, [])))
+
+    @property
     def held_out_ends(self) -> tuple[int, ...]:
         """The number of held-out rows up to the end of each source; empty unless several."""
         if len(self.sources) < 2:
@@ -124,8 +130,8 @@ class Prepared:
         """Open the rows of `train` or `eval`."""
         storage = open_storage(self.url)
         if split == "train" and self.windows:
-            return rows_of_windows(storage, self.shards_of_windows, self.seq_len)
-        return TokenRows(storage, self.shards[split], self.seq_len)
+            return rows_of_windows(storage, self.shards_of_windows, self.seq_len, self.columns)
+        return TokenRows(storage, self.shards[split], self.seq_len, columns=self.columns)
 
     def num_rows(self, split: str) -> int:
         """Number of rows of a split."""
@@ -195,7 +201,8 @@ def load(storage: Storage) -> Prepared | None:
         return None
     sizes = {entry.name: entry.size for entry in storage.list()}
     shards = [shard for split in SPLITS for shard in prepared.shards[split]]
-    whole = all(sizes.get(name) == n * stored_bytes(prepared.seq_len) for name, n in shards)
+    size = stored_bytes(prepared.seq_len, prepared.columns)
+    whole = all(sizes.get(name) == n * size for name, n in shards)
     return replace(prepared, url=storage.url) if whole else None
 
 
@@ -273,7 +280,7 @@ def parts_of_mixture(
 
 
 def rows_of_windows(
-    storage: Storage, sources: Sequence[Sequence[tuple[str, int]]], seq_len: int
+    storage: Storage, sources: Sequence[Sequence[tuple[str, int]]], seq_len: int, columns: int = 0
 ) -> TokenRows:
     """Return the rows of each source's windows, those of source j from j * SOURCE_ROWS on."""
     firsts = [
@@ -283,7 +290,7 @@ def rows_of_windows(
             itertools.accumulate(rows for _, rows in shards), shards, strict=True
         )
     ]
-    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts)
+    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts, columns)
 
 
 def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:

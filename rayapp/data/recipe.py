@@ -35,6 +35,8 @@ class RowRecipe:
     window_bytes: int | None = None
     packing: int = 0
     """Which of several ways to pack: see data.packings."""
+    values: tuple[str, ...] = ()
+    """Columns whose numbers the rows carry, for a loss of the user's."""
     version: int | None = None
     """Of the rows, where not that of this rayapp."""
 
@@ -65,6 +67,7 @@ class RowRecipe:
         template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
         parts: dict[str, object] = {"columns": dict(self.columns)} if self.columns else {}
         parts |= {"chat_template": template} if self.template else {}
+        parts |= {"values": list(self.values)} if self.values else {}
         parts |= {"special_tokens": "text"} if self.special_tokens == "text" else {}
         return parts | ({"reasoning": self.reasoning} if self.reasoning != "train" else {})
 

@@ -29,12 +29,13 @@ READERS = 16  # concurrent ranged GETs
 GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
 RANGE_BYTES = 8 * 2**20
 PLACED = ".placed.rows"  # the end of the names of shards
+MOST_TRAINED = 0.9  # share of labels above which choosing them costs more than it saves
 CHECKSUM = np.dtype("<u8")
 
 
-def stored_bytes(seq_len: int) -> int:
+def stored_bytes(seq_len: int, columns: int = 0) -> int:
     """Return the bytes of a record in a shard."""
-    return row_dtype(seq_len).itemsize + CHECKSUM.itemsize
+    return row_dtype(seq_len, columns).itemsize + CHECKSUM.itemsize
 
 
 def seed_of(url: str) -> int:
@@ -76,6 +77,8 @@ class StepRows:
     """Of several sources: behind each, the number of rows up to there; else empty"""
     ends_block: bool = False
     """Whether the rows of the next step come in another block; the same on all ranks"""
+    values: np.ndarray[Any, Any] | None = None
+    """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
 
     def counts(self) -> StepCounts:
         """Return the counts of this rank's rows; the loss-bearing tokens divide the loss."""
@@ -115,7 +118,8 @@ class StepRows:
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
-        source, bool [sources, b], if there are several.
+        source, bool [sources, b], if there are several; `trained` are the places of the labels that
+        bear loss, int64 [labels], unless nearly all do; `values` are float32 [columns, b, S].
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -129,8 +133,13 @@ class StepRows:
         present = segments != 0
         if present.any() and not present.all():
             found["present"] = present
+        trained = self.labels[i][rows] != IGNORE
+        if trained.mean() <= MOST_TRAINED:
+            found["trained"] = np.flatnonzero(trained)
         if self.source_ends:
             found["of_source"] = self.of_source()[:, i][:, rows]
+        if self.values is not None:
+            found["values"] = self.values[i][rows].swapaxes(0, 1).copy()
         return found
 
 
@@ -151,10 +160,12 @@ class TokenRows:
         shards: Sequence[tuple[str, int]],
         seq_len: int,
         firsts: Sequence[int] | None = None,
+        columns: int = 0,
     ) -> None:
         """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending."""
         self.storage, self.shards = storage, list(shards)
-        self.seq_len, self.dtype = seq_len, row_dtype(seq_len)
+        self.seq_len, self.columns = seq_len, columns
+        self.dtype, self._size = row_dtype(seq_len, columns), stored_bytes(seq_len, columns)
         counts = np.array([count for _, count in self.shards], np.int64)
         self._len = int(counts.sum())
         self._firsts = np.cumsum(counts) - counts if firsts is None else np.array(firsts, np.int64)
@@ -196,8 +207,7 @@ class TokenRows:
             self._pool = ThreadPoolExecutor(READERS)
         ranges = self._ranges(places)
         for each, chunk in zip(ranges, self._pool.map(self._fetched, ranges), strict=True):
-            size = stored_bytes(self.seq_len)
-            stored = np.frombuffer(chunk, np.uint8).reshape(-1, size)
+            stored = np.frombuffer(chunk, np.uint8).reshape(-1, self._size)
             for slot, name, index in each:
                 records[slot] = self._checked(name, index, stored[index - each[0].number])
         return records
@@ -207,18 +217,17 @@ class TokenRows:
         ranges: list[list[Place]] = []
         for place in sorted(places, key=lambda place: place[1:]):
             if ranges and ranges[-1][-1].name == place.name:
-                size = stored_bytes(self.seq_len)
-                gap = (place.number - ranges[-1][-1].number - 1) * size
-                if gap <= GAP_BYTES and (place.number - ranges[-1][0].number) * size < RANGE_BYTES:
+                gap = (place.number - ranges[-1][-1].number - 1) * self._size
+                size = (place.number - ranges[-1][0].number) * self._size
+                if gap <= GAP_BYTES and size < RANGE_BYTES:
                     ranges[-1].append(place)
                     continue
             ranges.append([place])
         return ranges
 
     def _fetched(self, places: list[Place]) -> bytes:
-        size = stored_bytes(self.seq_len)
         first, count = places[0].number, places[-1].number - places[0].number + 1
-        return self.storage.read(places[0].name, first * size, count * size)
+        return self.storage.read(places[0].name, first * self._size, count * self._size)
 
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
         """Return the record in stored bytes, uint8 [stored_bytes]."""
@@ -238,7 +247,7 @@ class TokenRows:
             path = self.storage.local_path(name)
             assert path is not None
             stored = np.memmap(path, np.uint8, mode="r")
-            self._maps[name] = stored.reshape(-1, stored_bytes(self.seq_len))
+            self._maps[name] = stored.reshape(-1, self._size)
         return self._maps[name]
 
 
@@ -247,17 +256,28 @@ def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -
     ids = order.micro_batches(step, rank, world)  # [m, b]
     numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
     positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
-    records = rows.read(ids.ravel())
-    shape = ids.shape
+    return _batch(rows, step, ids, np.where(ids == EMPTY, EMPTY, positions), order.source_ends)
+
+
+def _batch(
+    rows: TokenRows,
+    step: int,
+    ids: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    source_ends: tuple[int, ...],
+) -> StepRows:
+    """Read a batch of rows; shapes: ids and positions int64 [m, b]."""
+    records, shape = rows.read(ids.ravel()), ids.shape
     return StepRows(
         step,
         records["input_ids"].reshape(*shape, -1),
         records["labels"].reshape(*shape, -1),
         records["segments"].reshape(*shape, -1),
         records["target_bytes"].astype(np.int64).reshape(shape),
-        np.where(ids == EMPTY, EMPTY, positions),
+        positions,
         ids,
-        order.source_ends,
+        source_ends,
+        values=records["values"].reshape(*shape, rows.columns, -1) if rows.columns else None,
     )
 
 
@@ -280,14 +300,4 @@ def sequential_batches(
     for first in range(0, count, world):
         ids = (first + rank) * micro_batch + np.arange(micro_batch)
         ids = np.where(ids < len(rows), ids, EMPTY)
-        records = rows.read(ids)
-        yield StepRows(
-            first // world,
-            records["input_ids"][None],
-            records["labels"][None],
-            records["segments"][None],
-            records["target_bytes"].astype(np.int64)[None],
-            ids[None],
-            ids[None],
-            source_ends,
-        )
+        yield _batch(rows, first // world, ids[None], ids[None], source_ends)

@@ -65,6 +65,8 @@ class TokenisedRecord:
     """Its document goes on in the next record, which is the same record of the user's."""
     more: bool = False
     """The next record is another document of the same record of the user's."""
+    values: tuple[float, ...] = ()
+    """The numbers in the columns that a loss of the user's names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,8 @@ class TokenSection:
     """The records whose documents go on in the next one, by their numbers in the section."""
     more: tuple[int, ...] = ()
     """The records that the next one is another document of, by their numbers in the section."""
+    values: tuple[tuple[float, ...], ...] = ()
+    """Of each record, its numbers in the columns; empty if there are no columns."""
 
     def records(self) -> Iterator[TokenisedRecord]:
         """Yield the records in order; their arrays are views."""
@@ -98,7 +102,8 @@ class TokenSection:
                 last += length
             problem = self.texts[said - 1] if said else None
             flags = number in going_on, number in more
-            yield TokenisedRecord(piece, place, document, problem, drawn, *flags)
+            values = self.values[number] if self.values else ()
+            yield TokenisedRecord(piece, place, document, problem, drawn, *flags, values)
 
 
 def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
@@ -132,6 +137,7 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
         tuple(texts),
         tuple(number for number, record in enumerate(records) if record.goes_on),
         tuple(number for number, record in enumerate(records) if record.more),
+        tuple(r.values for r in records) if any(r.values for r in records) else (),
     )
 
 
@@ -161,6 +167,7 @@ def encoded(section: TokenSection, seed: int, number: int) -> list[Any]:
     head = {"base": base, "texts": section.texts, "arrays": sizes}
     head |= {"going_on": section.going_on} if section.going_on else {}
     head |= {"more": section.more} if section.more else {}
+    head |= {"values": section.values} if section.values else {}
     text = json.dumps(head).encode()
     out = pa.BufferOutputStream()
     with pa.CompressedOutputStream(out, CODEC) as packing:  # one array after the other
@@ -210,5 +217,6 @@ def _decoded(packed: Any) -> TokenSection:
         texts=tuple(head["texts"]),
         going_on=tuple(head.get("going_on", ())),
         more=tuple(head.get("more", ())),
+        values=tuple(map(tuple, head.get("values", ()))),
         **{**arrays, "places": arrays["places"] + head["base"]},
     )

@@ -10,9 +10,11 @@ they are. docs/data.md has one row of each shape.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rayapp.data import sources
 from rayapp.data.messages import FIELDS
@@ -39,6 +41,7 @@ ALPACA = (
     "completes the request.\n\n### Instruction:\n{instruction}{given}\n\n### Response:\n"
 )
 PAIRED = ", paired with an input that provides further context"
+LARGEST = float(np.finfo(np.float32).max)  # rows carry numbers as float32
 
 
 class ShapeError(ValueError):
@@ -231,6 +234,26 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
     return {**{name: row[own] for name, own in columns.items() if own in row}, **rest}
 
 
+def number_in(row: Any, name: str) -> float:
+    """Return the number that a row has in a column; text of a number, as in CSV, is one.
+
+    Raises:
+        ShapeError: the row has no such column, or no finite number there.
+    """
+    if isinstance(row, str) or name not in row:
+        has = "is text" if isinstance(row, str) else f"has {', '.join(map(repr, sorted(row)))}"
+        raise ShapeError(
+            f"has no column {name!r}, which a parameter of train.loss names (it {has})"
+        )
+    try:
+        number = np.nan if isinstance(row[name], bool) else float(row[name])
+    except (TypeError, ValueError, OverflowError):
+        number = np.nan
+    if not abs(number) <= LARGEST:
+        raise ShapeError(f"has a {name!r} that is not a finite number, which train.loss needs")
+    return number
+
+
 def unused(row: Any, kind: str) -> tuple[str, ...]:
     """Return the columns of a row that nothing is made of; those without a value do not count."""
     shape = None if isinstance(row, str) else shape_of(row, kind)
@@ -248,15 +271,22 @@ def _others(row: Row, known: Collection[str]) -> tuple[str, ...]:
     return tuple(map(sources.printable, found))
 
 
-def standardised(record: sources.Record, kind: str, columns: Mapping[str, str]) -> sources.Record:
-    """Return a record with the standard value of a kind, or with why there is none."""
+def standardised(
+    record: sources.Record, kind: str, columns: Mapping[str, str], names: Sequence[str] = ()
+) -> sources.Record:
+    """Return a record with the standard value of a kind, or with why there is none.
+
+    It also has the numbers in the columns `names`, by the names that the user's file has.
+    """
     if record.problem is not None:
         return record
     try:
         value = standard(renamed(record.value, columns), kind)
+        values = tuple(number_in(record.value, name) for name in names)
     except ShapeError as error:
         return replace(record, problem=str(error))
-    return record if value is record.value else replace(record, value=value)
+    unchanged = value is record.value and not values
+    return record if unchanged else replace(record, value=value, values=values)
 
 
 def read_records(
@@ -265,6 +295,8 @@ def read_records(
     kind: str,
     columns: Mapping[str, str],
     long_texts: bool = False,
+    names: Sequence[str] = (),
 ) -> Iterator[sources.Record]:
-    """Yield the records of a piece in order, as standard ones, maybe with a `LongText`."""
-    return (standardised(r, kind, columns) for r in sources.read_piece(source, piece, long_texts))
+    """Yield the records of a piece in order, as `standardised`, maybe with a `LongText`."""
+    records = sources.read_piece(source, piece, long_texts)
+    return (standardised(record, kind, columns, names) for record in records)

@@ -20,16 +20,19 @@ class Spool:
     """Documents laid end to end: what `packing.filled` takes its slices from."""
 
     def __init__(self) -> None:
-        self.lengths, self.size = array("q"), 0
+        self.lengths, self.values, self.size = array("q"), array("f"), 0
         self.open = False
         self.buffers = [bytearray() for _ in TYPES]
         self.files: list[IO[bytes]] = []
         self.stack = ExitStack()
 
-    def add(self, document: Document, goes_on: bool = False) -> None:
+    def add(
+        self, document: Document, goes_on: bool = False, values: tuple[float, ...] = ()
+    ) -> None:
         """Add a copy of a document, or of the next part of one that goes on, at the end."""
         if not self.open:
             self.lengths.append(0)
+            self.values.extend(values)
         self.lengths[-1] += len(document.tokens)
         self.open = goes_on
         self.size += len(document.tokens)

@@ -308,15 +308,16 @@ def steps(
 ) -> Iterator[StepRows]:
     """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
     for block in shard.blocks():
-        every = [*_parts_of(block, FIELDS, micro_batch, num_micro_batches)]
+        every = [*_parts_of(block, block.keys() - {"step"}, micro_batch, num_micro_batches)]
         for step, arrays in every:
             ends = step == every[-1][0]
             yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:
-    shape = dtype["input_ids"].shape
-    tokens = ("input_ids", "labels", "segments")
+    stored = ("input_ids", "labels", "segments", "values")
+    names = [*FIELDS, *({"values"} & {*(dtype.names or ())})]
     return {
-        name: (shape, dtype[name].base) if name in tokens else ((), np.int64) for name in FIELDS
+        name: (dtype[name].shape, dtype[name].base) if name in stored else ((), np.int64)
+        for name in names
     }

@@ -40,7 +40,9 @@ def _records(
     records = (
         (number, record)
         for number, piece in enumerate(pieces)
-        for record in read_records(source, piece, recipe.kind, recipe.columns, in_parts)
+        for record in read_records(
+            source, piece, recipe.kind, recipe.columns, in_parts, recipe.values
+        )
     )
     for batch in _batches(records):
         if in_parts and _size(batch[0][1].value) > BATCH_SIZE:  # it is alone
@@ -52,14 +54,14 @@ def _records(
         while batch:  # a record, which may be large, is held no longer than it is needed
             number, record = batch.pop()
             document, problem = (None, record.problem) if record.problem else made.pop()
-            place, drawn = record.place, 0
+            place, drawn, values = record.place, 0, record.values
             if document is not None:
                 drawn = sources.drawn_of(content_of(record.value, recipe.kind))
             del record
             *earlier, last = document or [None]
             for each in earlier:
-                yield TokenisedRecord(number, place, each, problem, drawn, more=True)
-            yield TokenisedRecord(number, place, last, problem, drawn)
+                yield TokenisedRecord(number, place, each, problem, drawn, more=True, values=values)
+            yield TokenisedRecord(number, place, last, problem, drawn, values=values)
 
 
 def _in_parts(renderer: Renderer, number: int, record: sources.Record) -> Iterator[TokenisedRecord]:
@@ -70,7 +72,9 @@ def _in_parts(renderer: Renderer, number: int, record: sources.Record) -> Iterat
         return
     drawn = sources.drawn_of(content_of(record.value, renderer.kind))
     for document, note, goes_on in renderer.in_parts(record.value):
-        yield TokenisedRecord(number, record.place, document, note, drawn, goes_on)
+        yield TokenisedRecord(
+            number, record.place, document, note, drawn, goes_on, values=record.values
+        )
 
 
 def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:

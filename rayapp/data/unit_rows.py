@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.packing import IGNORE, Document, filled, in_groups, lay_out, row_dtype
+from rayapp.data.packing import IGNORE, filled, in_groups, lay_out, row_dtype
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
@@ -38,14 +38,15 @@ class UnitRows:
         """A 64-bit hash of each training document's tokens."""
         self.hash = hashlib.blake2b(digest_size=8)
 
-    def add(self, split: str, document: Document, is_stream: bool, goes_on: bool = False) -> None:
-        """Add a document, or a part of one; a stream or a window may be of any size.
+    def add(self, split: str, record: TokenisedRecord, is_stream: bool) -> None:
+        """Add a record's document, or a part of one; a stream or a window may be of any size.
 
         These are packed in parts.
         """
-        self.held[split].add(document, goes_on)
-        self.hash.update(np.ascontiguousarray(document.tokens).data)
-        if goes_on:
+        assert record.document is not None
+        self.held[split].add(record.document, record.goes_on, record.values)
+        self.hash.update(np.ascontiguousarray(record.document.tokens).data)
+        if record.goes_on:
             return
         if split == "train":
             self.hashes += self.hash.digest()
@@ -66,10 +67,11 @@ class UnitRows:
     def _write(self, split: str, spool: Spool) -> Counts:
         """Pack a spool's documents, and write the rows in windows."""
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
-        firsts = np.cumsum(lengths) - lengths
+        firsts, columns = np.cumsum(lengths) - lengths, len(recipe.values)
+        values = np.array(spool.values, np.float32).reshape(len(lengths), columns)
         if recipe.window_bytes is not None or recipe.packing:
             order = shuffled(len(lengths), self.index, recipe.packing)
-            lengths, firsts = lengths[order], firsts[order]
+            lengths, firsts, values = lengths[order], firsts[order], values[order]
         # Of documents of different lengths, best fit makes the same rows in any order.
         groups = max(1, len(lengths) // GROUP) if recipe.packing else 1
         layout = in_groups(
@@ -80,6 +82,7 @@ class UnitRows:
                     best_fit=recipe.pack,
                     truncate=recipe.truncate,
                     firsts=firsts[group],
+                    values=values[group],
                 )
                 for group in np.array_split(np.arange(len(lengths)), groups)
             ]
@@ -89,7 +92,7 @@ class UnitRows:
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))
         arrays, before = spool.arrays(), sum(counts["rows"] for counts in self.counts[split])
         target_tokens = target_bytes = 0
-        size = max(1, WINDOW_BYTES // row_dtype(recipe.seq_len).itemsize)
+        size = max(1, WINDOW_BYTES // row_dtype(recipe.seq_len, columns).itemsize)
         for first in range(0, layout.num_rows, size):
             last = min(first + size, layout.num_rows)
             rows = filled(layout, first, last, *arrays, recipe.pad_id)

@@ -64,7 +64,8 @@ class Windows:
         self.held_out = list(range(self.count, len(self.jobs)))
         """Units of the files that are held out: a run evaluates on all of them."""
         self.order = [*self.held_out, *(visits(self.count, seed) if self.count else [])]
-        self.whole = whole_units(self.storage, len(self.jobs), recipe.seq_len)
+        sizes = recipe.seq_len, len(recipe.values)
+        self.whole = whole_units(self.storage, len(self.jobs), *sizes)
         self._begun: dict[int, int] = {}
         """Bytes tokenised of each window that is not packed."""
 

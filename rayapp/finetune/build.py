@@ -23,7 +23,7 @@ from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
-from rayapp.train.own_code import TokenFunction, own_loss, token_sums
+from rayapp.train.own_code import TokenFunction, columns_of, own_loss, token_sums
 from rayapp.train.spec import LanguageSpec
 
 
@@ -41,7 +41,9 @@ class Parts:
 class Head:
     """The output layer: returns (objective, loss).
 
-    While `whole` it returns the logits of all positions [b, S, V] twice.
+    While `whole` it returns the logits of all positions [b, S, V] twice. A loss of the user's that
+    names columns is given their `values`, [columns, b, S]; rows without any, which no record of the
+    training is in (tasks, checks of the model), have cross-entropy alone.
     """
 
     def __init__(self, config: Config) -> None:
@@ -55,10 +57,12 @@ class Head:
         )
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
+        self.cross_entropy, self.columns = self.loss, tuple[str, ...]()
         if train.loss is not None:
             function = load_code("train.loss", train.loss, checked=True)
             what = f"train.loss={train.loss}"
             self.loss = partial(own_loss, function=function, what=what, chunk=train.loss_chunk)
+            self.columns = columns_of(function)
         self.own = None if train.loss is None else train.loss.rpartition(":")[2]
         """The name of the user's loss, whose sums are then the objective."""
         self.metrics: dict[str, TokenFunction] = {
@@ -77,18 +81,22 @@ class Head:
         bias: torch.Tensor | None = None,
         *,
         each: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.whole:
             logits = hidden
             if weight is not None:
                 logits = torch.nn.functional.linear(hidden, weight, bias)
             return logits, logits
+        columns = {} if values is None else dict(zip(self.columns, values, strict=True))
         if self.metric_sums is not None:
             self.metric_sums += token_sums(
-                self.metrics, hidden, weight, labels, bias, failed=self.failed
+                self.metrics, hidden, weight, labels, bias, failed=self.failed, columns=columns
             )
-        more = {} if each is None else {"each": each}
-        return self.loss(hidden, weight, labels, bias, **more)
+        if self.columns and not columns:
+            return self.cross_entropy(hidden, weight, labels, bias, each=each)
+        more: dict[str, Any] = {"columns": columns} if columns else {}
+        return self.loss(hidden, weight, labels, bias, each=each, **more)
 
 
 def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
@@ -97,6 +105,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     source = model.resolve(config.model.path)
     tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
     head = Head(config)
+    assert len(head.columns) == spec.data.columns, "the rows are of another train.loss"
     shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
     compute = compute_dtype(config)

@@ -23,7 +23,7 @@ from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune.build import model_shape, technique_problems
-from rayapp.finetune.code_check import as_begun, code_digests, code_problems
+from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
@@ -48,6 +48,8 @@ class Input:
     """Held-out data of the same kind from data.eval_path."""
     unused: tuple[str, ...] = ()
     """Columns that nothing is made of."""
+    values: tuple[str, ...] = ()
+    """Columns whose numbers train.loss takes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     """
     config = absolute(config)
     problems = checks.shared_problems(config, local_cores, local_gpus)
-    inputs = _inputs(config, problems)
+    run = open_storage(config.run.storage) / config.run.name
+    code = code_digests(config, run, problems)
+    inputs = _inputs(config, columns_of_loss(config) if code else (), problems)
     tasks = _tasks(config, problems)
     kinds = {entry.kind for entry in inputs}
     config, base, tokenizer = _model(config, kinds, problems)
@@ -127,8 +131,6 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     template = _template(config, tokenizer, problems)
     own = tokens.CHAT_TEMPLATE if tokenizer is None else str(tokenizer.chat_template)
     inputs = tuple(_without_read(entry, template or own) for entry in inputs)
-    run = open_storage(config.run.storage) / config.run.name
-    code = code_digests(config, run, problems)
     if problems:
         raise ConfigError(problems)
     assert inputs and base is not None
@@ -220,8 +222,11 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     )
 
 
-def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
-    """Check every source; give data.eval_path to the first source of the same kind."""
+def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
+    """Check every source; give data.eval_path to the first source of the same kind.
+
+    `names` are the columns whose numbers train.loss takes.
+    """
     field = "data.mixture" if config.data.mixture else "data.path"
     unknown = [name for name in config.data.columns if name not in shapes.NAMES]
     if unknown:
@@ -231,12 +236,12 @@ def _inputs(config: Config, problems: list[str]) -> tuple[Input, ...]:
         )
     inputs = []
     for path, weight in config.data.weights.items():
-        source, head = _source(config, path, field, problems)
+        source, head = _source(config, path, field, names, problems)
         if source is not None:
-            inputs.append(Input(path, weight, head.kind, source, None, head.unused))
+            inputs.append(Input(path, weight, head.kind, source, None, head.unused, names))
     if config.data.eval_path is None:
         return tuple(inputs)
-    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", problems)
+    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", names, problems)
     if eval_source is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
     owner = next((number for number, entry in enumerate(inputs) if entry.kind == head.kind), None)
@@ -267,12 +272,12 @@ def _without_read(entry: Input, template: str) -> Input:
 
 
 def _source(
-    config: Config, path: str, field: str, problems: list[str]
+    config: Config, path: str, field: str, names: tuple[str, ...], problems: list[str]
 ) -> tuple[sources.DataSource | None, heads.SourceHead]:
     data = config.data
     try:
         source = sources.find(path, data.format)
-        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns)
+        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns, names)
         problems += [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
         return source, head
     except (sources.SourceError, StorageError) as error:

@@ -54,21 +54,35 @@ def code_digests(config: Config, run: Storage, problems: list[str]) -> dict[str,
     return digests
 
 
+def columns_of_loss(config: Config) -> tuple[str, ...]:
+    """Return the columns of the records that train.loss takes."""
+    from rayapp.train.own_code import columns_of
+
+    name = config.train.loss
+    return () if name is None else columns_of(load_code(LOSS, name))
+
+
 def code_problems(config: Config, shape: Any) -> list[str]:
     """Call each loss and metric on a few tokens, and return why some cannot be used.
 
     `shape` is the model's config.
     """
     from rayapp import model
-    from rayapp.train.own_code import problem_of, takes_hidden
+    from rayapp.train.own_code import columns_of, problem_of, takes_hidden
 
-    text = shape.get_text_config()
+    text, columns = shape.get_text_config(), columns_of_loss(config)
     problems, asking = list[str | None](), list[str]()
     for field, name in _functions(config):
         what, function = f"{field}={name}", load_code(field, name)
         sizes = text.vocab_size, text.hidden_size
         problems.append(problem_of(what, function, *sizes, trained=field == LOSS))
         asking += [what] if takes_hidden(function) else []
+        problems += [
+            f"{what} is not usable: its parameter {each!r} names a column that train.loss does not "
+            "take, so that the rows lack it. Give it a default, or let train.loss take it too"
+            for each in columns_of(function)
+            if each not in columns
+        ]
     if asking and not model.build(shape, loss=model.no_loss, attention="eager").plain_head:
         problems += [
             f"{what} is not available: it has a parameter `hidden`, and {shape.model_type} makes "

@@ -215,6 +215,7 @@ def _recipe(
         reasoning=data.reasoning if entry.kind == "chat" else "train",
         special_tokens=data.special_tokens,
         window_bytes=data.window_bytes,
+        values=entry.values,
     )
 
 

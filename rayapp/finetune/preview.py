@@ -141,7 +141,7 @@ def _rendered(
     how = (ready.template, data.reasoning, data.special_tokens, entry.source.is_table)
     renderer = Renderer(tokenizer, entry.kind, *how)
     for record in records:
-        record = shapes.standardised(record, entry.kind, data.columns)
+        record = shapes.standardised(record, entry.kind, data.columns, entry.values)
         made = (None, record.problem) if record.problem else renderer.document(record.value)
         yield record, *made
 

@@ -105,7 +105,7 @@ class LanguageTrainer(Trainer):
         slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
-        lacked = [name for name, there in model.kernel_packages(lm.hf).items() if not there]
+        lacked = model.missing_kernels(lm.hf)
         if lacked and self.device.type == "cuda" and dist.get_rank() == 0:
             print(f"mixers: no kernels, and so slower: install {' and '.join(lacked)}", flush=True)
         gain = compile_gain(self.spec, self.parts, self.device)
@@ -151,6 +151,7 @@ class LanguageTrainer(Trainer):
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             skip_bad=config.train.on_spike == "skip",
             own_loss=config.train.loss,
+            last_of_step=partial(model.sum_over_replicas, self.parts.lm),
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)

@@ -44,12 +44,19 @@ from rayapp.model.lora import (
 from rayapp.model.mixers import split_documents
 from rayapp.model.names import described, freeze, lr_factors, matching
 from rayapp.model.new_tokens import rows_problem
-from rayapp.model.scans import kernel_packages
-from rayapp.model.sharding import device_mesh, held, num_nodes, shard
-from rayapp.model.source import ModelSource, processor_files, published, resolve
+from rayapp.model.scans import kernel_packages, missing_kernels
+from rayapp.model.sharding import device_mesh, held, num_nodes, shard, sum_over_replicas
+from rayapp.model.source import (
+    SHAPE_PATTERNS,
+    ModelSource,
+    processor_files,
+    published,
+    resolve,
+)
 from rayapp.model.weights import LoadStats, load_weights, misfits_of, problems
 
 __all__ = [
+    "SHAPE_PATTERNS",
     "Adapter",
     "CompileGain",
     "LanguageModel",
@@ -87,6 +94,7 @@ __all__ = [
     "measure_compile",
     "merge_adapters",
     "misfits_of",
+    "missing_kernels",
     "needs_folder",
     "no_loss",
     "num_nodes",
@@ -99,6 +107,7 @@ __all__ = [
     "rows_problem",
     "shard",
     "split_documents",
+    "sum_over_replicas",
     "takes_4_bits",
     "unknown_targets",
     "use_float8",

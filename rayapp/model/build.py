@@ -44,7 +44,8 @@ class Loss(Protocol):
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
-        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label.
+        `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. A loss for rows
+        with `values` takes these too.
         """
 
 
@@ -70,6 +71,8 @@ class Wrapper(nn.Module):
     """Sharded parameters are offloaded to host memory."""
     freed: list[Any]
     """The blocks whose gathered parameters are freed after a forward."""
+    replicated: list[Any]
+    """The FSDP modules of a model that other ranks hold too."""
 
 
 class LanguageModel(Wrapper):
@@ -117,6 +120,8 @@ class LanguageModel(Wrapper):
         longest: int | None = None,
         present: Tensor | None = None,
         of_source: Tensor | None = None,
+        values: Tensor | None = None,
+        trained: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -127,7 +132,9 @@ class LanguageModel(Wrapper):
         with the rows laid end to end, `longest` is the longest document in tokens; kernels without
         a mask need both with position_ids. The router's loss is of the tokens that are `present`
         (bool [B, S]), None for all. With `of_source` (bool [sources, B]: whether a row is of a
-        source), the cross-entropy of each source follows, fp64 [sources].
+        source), the cross-entropy of each source follows, fp64 [sources]. `values` (float32
+        [columns, B, S]) are handed to the loss. With `trained` (int64 [labels]), the head and the
+        loss compute these places of the labels alone, which must be all that bear loss.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
@@ -151,7 +158,7 @@ class LanguageModel(Wrapper):
         counted = self.training and torch.is_grad_enabled()
         if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
-        objective, loss, router_logits = self._run(inputs, labels, each)
+        objective, loss, router_logits = self._run(inputs, labels, each, values, trained)
         if counted and self.shows_objective:
             self._sums.setdefault("own_loss", []).append(objective.detach())
         self.routing.counting = False  # recomputation in the backward pass does not count
@@ -165,20 +172,34 @@ class LanguageModel(Wrapper):
         return objective, loss, of_source.double() @ each.double().view(num_rows, -1).sum(1)
 
     def _run(
-        self, inputs: dict[str, Any], labels: Tensor, each: Tensor | None
+        self,
+        inputs: dict[str, Any],
+        labels: Tensor,
+        each: Tensor | None,
+        values: Tensor | None,
+        trained: Tensor | None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Return objective, cross-entropy and router logits."""
-        more = {} if each is None else {"each": each}
+        """Return objective, cross-entropy and router logits; fill `each`."""
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
             head = cast(Any, self.hf.get_output_embeddings())
-            hidden, weight = output.last_hidden_state, head.weight
-            if isinstance(head, NewRows):
-                hidden, weight = head.factors(hidden)
-            objective, loss = self.loss(hidden, weight, labels, bias=head.bias, **more)
+            hidden, weight, bias = output.last_hidden_state, head.weight, head.bias
         else:
             output = self.hf(**inputs, use_cache=False)
-            objective, loss = self.loss(output.logits, None, labels, **more)
+            hidden, head, weight, bias = output.logits, None, None, None
+        of_trained = each
+        if trained is not None:
+            hidden = hidden.flatten(0, -2).index_select(0, trained)
+            labels = labels.flatten().index_select(0, trained)
+            values = None if values is None else values.flatten(1).index_select(1, trained)
+            of_trained = None if each is None else each.new_zeros(len(trained))
+        if isinstance(head, NewRows):
+            hidden, weight = head.factors(hidden)
+        more = {} if of_trained is None else {"each": of_trained}
+        more |= {} if values is None else {"values": values}
+        objective, loss = self.loss(hidden, weight, labels, bias=bias, **more)
+        if trained is not None and each is not None and of_trained is not None:
+            each.index_copy_(0, trained, of_trained)
         return objective, loss, getattr(output, "router_logits", None)
 
     def take_sums(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Let what mixes along the sequence without attention take packed rows, on any device.
 
     guard(hf)                                  # in build()
-    takes_rows(mixer), kernel_packages(hf)     # {"flash-linear-attention": False}
+    takes_rows(mixer), missing_kernels(hf)     # ["flash-linear-attention"]
 
 Gated delta rules, Mamba 2 and short convolutions of transformers call functions that packages
 replace by kernels. The kernels take the boundaries of a row's documents, and run on GPUs alone;
@@ -121,6 +121,11 @@ def kernel_packages(hf: nn.Module) -> dict[str, bool]:
         for name in {scan.package for scan in every}
     }
     return dict(sorted(found.items()))
+
+
+def missing_kernels(hf: nn.Module) -> list[str]:
+    """Return the packages with kernels for the model's mixers that cannot be imported here."""
+    return [name for name, there in kernel_packages(hf).items() if not there]
 
 
 def scans_of(module: nn.Module) -> dict[str, Scan]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar, cast
@@ -102,15 +103,27 @@ def shard(
         )
     for part in beside_text(model.hf):  # it never runs, so that it is never gathered
         fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    root = replace(precision, cast_forward_inputs=False)  # the numbers of records stay float32
     fully_shard(
-        model, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload
+        model, mesh=mesh, reshard_after_forward=False, mp_policy=root, offload_policy=offload
     )
     model.offloaded = cpu_offload
     model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
+    replicated = mesh.ndim == 2 and mesh.size(0) > 1
+    model.replicated = [m for m in model.modules() if replicated and isinstance(m, FSDPModule)]
     _prefetch(cast(list[FSDPModule], blocks))
     if mesh.size() > 1:
         _sum_gradients(model)
     return model
+
+
+def sum_over_replicas(model: Wrapper, last: bool) -> None:
+    """Have replicas add up their gradients, and sum them over one another in the `last` backward.
+
+    Call it before each micro-batch of a step.
+    """
+    for module in model.replicated:
+        module.set_requires_all_reduce(last, recurse=False)
 
 
 def reshard(model: nn.Module) -> None:

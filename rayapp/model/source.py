@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,7 @@ PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preproc
 FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)  # of a README.md
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", *LICENCES]
+SHAPE_PATTERNS = ["*config.json", "adapter_model.safetensors"]  # what `ModelSource.config` takes
 TOKENIZER_FILE = re.compile(
     r"(token|vocab|merges|special|added|chat_template|spiece|sentencepiece)"
 )
@@ -118,19 +119,20 @@ class ModelSource:
             ) from error
 
 
-def resolve(path: str) -> ModelSource:
+def resolve(path: str, patterns: Sequence[str] = HUB_PATTERNS) -> ModelSource:
     """Return the model that `path` names; a hub id is downloaded to the Hugging Face cache.
 
-    If it is an exported adapter, that is its base with the adapter.
+    If it is an exported adapter, that is its base with the adapter. `patterns` name the files that
+    are downloaded.
 
     Raises: ValueError if it is none of URL, folder, preset and hub id, or cannot be fetched.
     """
-    source = _resolve(path)
+    source = _resolve(path, patterns)
     adapter = None if source.preset else read_adapter(path, source.folder)
     if adapter is None:
         return source
     try:
-        base = _resolve(adapter.base)
+        base = _resolve(adapter.base, patterns)
     except ValueError as error:
         raise ValueError(
             f"model.path={path} is an adapter without its base {adapter.base}: "
@@ -146,14 +148,14 @@ def resolve(path: str) -> ModelSource:
     return replace(base, name=path, adapter=adapter)
 
 
-def _resolve(path: str) -> ModelSource:
+def _resolve(path: str, patterns: Sequence[str]) -> ModelSource:
     """Return the model that `path` names, whatever is in its folder."""
     if "://" in path or os.path.isdir(os.path.expanduser(path)):
         return ModelSource(path, open_input(path))
     if re.fullmatch(r"[\w.-]+", path) and (PRESETS / path / "config.json").is_file():
         return ModelSource(path, open_input(str(PRESETS / path)), preset=True)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return ModelSource(path, open_input(hub_folder(path)))
+        return ModelSource(path, open_input(hub_folder(path, patterns)))
     names = ", ".join(sorted(entry.parent.name for entry in PRESETS.glob("*/config.json")))
     raise ValueError(
         f"model.path={path} is no folder, s3:// URL or hub id, and no preset. "
@@ -198,7 +200,7 @@ def front_matter(text: str) -> dict[str, object]:
     return values if isinstance(values, dict) else {}
 
 
-def hub_folder(name: str) -> str:
+def hub_folder(name: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
     """Fetch configuration, safetensors and tokenizer of a hub model; return the local folder.
 
     Raises: ValueError if it cannot be fetched.
@@ -206,7 +208,7 @@ def hub_folder(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=HUB_PATTERNS)
+        return snapshot_download(name, allow_patterns=[*patterns])
     except (OSError, ValueError) as error:  # network, 401, 404, offline: all derive from these
         raise ValueError(
             f"model.path={name} is no local folder, and as a hub id it cannot be fetched: "

@@ -5,9 +5,10 @@
     sums = token_sums({"accuracy": function}, hidden, weight, labels)
 
 A function sees the tokens that bear loss, at most `chunk` at once: logits float32 [c, V] and labels
-int64 [c], and, if a parameter of it is named so, hidden states float32 [c, H]. It may write to all
-of them. It returns one number a token, float [c], so that its sum does not depend on how rows are
-spread over micro-batches and workers.
+int64 [c], and, if a parameter of it is named so, hidden states float32 [c, H]. Each further
+parameter without a default names a column of the records: float32 [c] has the number of the record
+that the token is of. It may write to all of them. It returns one number a token, float [c], so that
+its sum does not depend on how rows are spread over micro-batches and workers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +29,9 @@ TRIED_TOKENS = 4
 HIDDEN = "hidden"  # the name of the parameter that is given the hidden states
 # In the errors of a function that needs what a driver lacks: a GPU, or the group of the workers.
 OF_WORKERS = re.compile("cuda|nvidia|triton|process group", re.IGNORECASE)
+
+Columns: TypeAlias = Mapping[str, torch.Tensor]  # by name: a number for each token, float32
+NO_COLUMNS: Columns = {}
 
 logger = logging.getLogger("rayapp.training")
 
@@ -44,21 +48,36 @@ class TokenFunction(Protocol):
     """What train.loss and eval.metrics name."""
 
     def __call__(
-        self, logits: torch.Tensor, labels: torch.Tensor, /, **hidden: torch.Tensor
+        self, logits: torch.Tensor, labels: torch.Tensor, /, **more: torch.Tensor
     ) -> torch.Tensor:
         """Return one number a token, [c], of logits float32 [c, V] and labels int64 [c].
 
-        A function with a parameter `hidden` is given the hidden states too, float32 [c, H].
+        A function with a parameter `hidden` is given the hidden states too, float32 [c, H], and
+        float32 [c] for each parameter that names a column of the records.
         """
         ...
 
 
 def takes_hidden(function: TokenFunction) -> bool:
     """Return whether a function has a parameter that is named `hidden`."""
+    return any(parameter.name == HIDDEN for parameter in _parameters(function))
+
+
+def columns_of(function: TokenFunction) -> tuple[str, ...]:
+    """Return the columns of the records that a function asks for, sorted.
+
+    They are its parameters after logits and labels that have no default, but for `hidden`.
+    """
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = (p for p in _parameters(function)[2:] if p.default is p.empty)
+    return tuple(sorted(p.name for p in needed if p.kind not in several and p.name != HIDDEN))
+
+
+def _parameters(function: TokenFunction) -> list[inspect.Parameter]:
     try:
-        return HIDDEN in inspect.signature(function).parameters
+        return list(inspect.signature(function).parameters.values())
     except ValueError:  # written in C
-        return False
+        return []
 
 
 def problem_of(
@@ -72,8 +91,9 @@ def problem_of(
     logits = torch.randn(TRIED_TOKENS, vocabulary, generator=generator, requires_grad=trained)
     hidden = torch.randn(TRIED_TOKENS, width, generator=generator, requires_grad=trained)
     labels = torch.randint(vocabulary, (TRIED_TOKENS,), generator=generator)
+    columns = dict.fromkeys(columns_of(function), torch.ones(TRIED_TOKENS))
     try:
-        values = _of_tokens(what, function, logits.clone(), labels, hidden)
+        values = _of_tokens(what, function, logits.clone(), labels, hidden, columns)
         if trained and not values.requires_grad:
             return (
                 f"{what} is not usable: it is cut off from the logits, so that it has no gradient "
@@ -96,13 +116,14 @@ def own_loss(
     what: str = "train.loss",
     chunk: int = 4096,
     each: torch.Tensor | None = None,
+    columns: Columns = NO_COLUMNS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (objective, cross-entropy), sums over labels that are not IGNORE; fp32 scalars.
 
     Shapes: hidden [..., H], weight [V, H], labels [...], bias [V]; without a weight, `hidden` holds
     the logits [..., V]. The backward pass computes each chunk's logits again, so that at most
     `chunk * V` exist at once. `each`, zeros fp32 [labels], is filled with the cross-entropy of
-    each label.
+    each label. `columns` hold a number for each label, in the order of `labels`.
 
     Raises:
         UnusableCode: the function does not return a number a token, or takes other arguments.
@@ -110,17 +131,17 @@ def own_loss(
     """
 
     def of_chunk(
-        part: torch.Tensor, wanted: torch.Tensor, *head: torch.Tensor | None
+        part: torch.Tensor, wanted: torch.Tensor, of: Columns, *head: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = _logits(part, *head)
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
-        return _of_tokens(what, function, logits, wanted, part).sum(), loss
+        return _of_tokens(what, function, logits, wanted, part, of).sum(), loss
 
     objective, loss = 0.0 * hidden.sum(dtype=torch.float32), hidden.new_zeros((), dtype=torch.float)
     all_of_them = []
-    for part, wanted in _chunks(hidden, labels, chunk):
-        more, of_labels = checkpoint(of_chunk, part, wanted, weight, bias, use_reentrant=False)
+    for some in _chunks(hidden, labels, columns, chunk):
+        more, of_labels = checkpoint(of_chunk, *some, weight, bias, use_reentrant=False)
         objective, loss = objective + more, loss + of_labels.sum()
         all_of_them.append(of_labels)
     if each is not None and all_of_them:
@@ -137,6 +158,7 @@ def token_sums(
     bias: torch.Tensor | None = None,
     chunk: int = 4096,
     failed: set[str] | None = None,
+    columns: Columns = NO_COLUMNS,
 ) -> torch.Tensor:
     """Return each function's sum over labels that are not IGNORE, fp64 [functions].
 
@@ -144,7 +166,7 @@ def token_sums(
     `failed` its error is raised.
     """
     sums = torch.zeros(len(functions), dtype=torch.float64)
-    for part, wanted in _chunks(hidden, labels, chunk):
+    for part, wanted, of in _chunks(hidden, labels, columns, chunk):
         logits = _logits(part, weight, bias)
         for place, (name, function) in enumerate(functions.items()):
             if name in (failed or ()):
@@ -152,7 +174,7 @@ def token_sums(
             if logits._version:  # the function before has written to them
                 logits = _logits(part, weight, bias)
             try:
-                values = _of_tokens(f"eval.metrics={name}", function, logits, wanted, part)
+                values = _of_tokens(f"eval.metrics={name}", function, logits, wanted, part, of)
                 sums[place] += float(values.sum())
             except (UnusableCode, RaisedError) as error:
                 if failed is None:
@@ -163,15 +185,17 @@ def token_sums(
 
 
 def _chunks(
-    hidden: torch.Tensor, labels: torch.Tensor, chunk: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (hidden [c, H], labels [c]) of the tokens that bear loss."""
+    hidden: torch.Tensor, labels: torch.Tensor, columns: Columns, chunk: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Columns]]:
+    """Yield (hidden [c, H], labels [c], columns [c]) of the tokens that bear loss."""
     flat = labels.reshape(-1)
     bears = flat != IGNORE
     hidden, flat = hidden.reshape(len(flat), -1)[bears], flat[bears]
+    columns = {name: column.reshape(-1)[bears] for name, column in columns.items()}
     size = chunk or max(len(flat), 1)
     for start in range(0, len(flat), size):
-        yield hidden[start : start + size], flat[start : start + size]
+        part = slice(start, start + size)
+        yield hidden[part], flat[part], {name: each[part] for name, each in columns.items()}
 
 
 def _logits(
@@ -189,8 +213,10 @@ def _of_tokens(
     logits: torch.Tensor,
     labels: torch.Tensor,
     hidden: torch.Tensor,
+    columns: Columns,
 ) -> torch.Tensor:
-    more = {HIDDEN: hidden.to(torch.float32, copy=True)} if takes_hidden(function) else {}
+    more = {name: columns[name].clone() for name in columns_of(function)}
+    more |= {HIDDEN: hidden.to(torch.float32, copy=True)} if takes_hidden(function) else {}
     try:
         values = function(logits, labels.clone(), **more)
     except TypeError as error:

@@ -41,6 +41,7 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
         *_versions(facts),
         *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
+        *_kernels(facts),
         *network.addresses(facts),
         *network.efa(facts, required),
         *network.collectives(facts, required),
@@ -279,6 +280,20 @@ def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
             sheet = _mark(gpu_from_device_name(device), name)
             peers = (OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN) * median[device, name]
             yield from _slow(facts, rank, name, value, sheet, peers)
+
+
+def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
+    """Report nodes on which PyTorch's code takes the place of kernels of the model's layers."""
+    for rank in facts.ranks:
+        if rank.missing_kernels:
+            named = " and ".join(rank.missing_kernels)
+            yield Finding(
+                facts.node(rank.node).name,
+                "the model's layers without attention have no kernels",
+                f"no {named}",
+                "what its GPU workers can import: PyTorch's own code takes many times as long",
+                f"Install {named} in the image of the nodes (docs/models.md)",
+            )
 
 
 def _rates(rank: Rank) -> dict[str, float]:

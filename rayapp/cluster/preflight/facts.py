@@ -119,6 +119,8 @@ class Rank:
     network: str | None = None
     """Network that NCCL sends through, as `nccl.network_of` names it; None: not known."""
     nccl: str | None = None
+    missing_kernels: tuple[str, ...] = ()
+    """Packages for the model's layers that a GPU worker cannot import: of a node's first rank."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class ClusterFacts:
     rows: tuple[FactRow, ...] = ()
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
+    model_problem: str | None = None
+    """Why no node was asked for the kernels of the model's layers, if they were wanted."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each part of the survey."""
 

@@ -36,6 +36,8 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
         notes.append(f"collectives: {why}")
     if len(facts.ranks) < 2:
         notes.append(f"collectives and links: {len(facts.ranks)} worker, nothing to measure")
+    if facts.model_problem:
+        notes.append(f"kernels: {facts.model_problem}")
     return notes
 
 

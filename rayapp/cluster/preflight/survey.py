@@ -32,7 +32,7 @@ from rayapp.cluster.preflight.facts import (
 )
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
 from rayapp.cluster.preflight.worker import Worker
-from rayapp.config import RunConfig
+from rayapp.config import Config, RunConfig
 from rayapp.storage import StorageError, open_storage
 
 CLOCK_ASKED = 5  # requests; the one with the shortest round trip counts
@@ -108,8 +108,9 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
             int(node.resources.get("GPU", 0)) if gpus else int(node.resources.get("CPU", 0) >= 1)
         )
     ]
+    shape, problem = _shape(config) if gpus else (None, None)
     with seen.part("workers"):
-        ranks, rows, links = _work(seen, places, gpus)
+        ranks, rows, links = _work(seen, places, gpus, shape)
     return ClusterFacts(
         versions=versions(),
         backend="nccl" if gpus else "gloo",
@@ -119,8 +120,21 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         rows=tuple(rows),
         links=tuple(links),
         silences=tuple(seen.silences),
+        model_problem=problem,
         seconds=seen.seconds,
     )
+
+
+def _shape(config: RunConfig) -> tuple[Any, str | None]:
+    """Return the config.json of a language model, or None and why it cannot be read."""
+    if not isinstance(config, Config):
+        return None, None
+    from rayapp import model
+
+    try:
+        return model.resolve(config.model.path, model.SHAPE_PATTERNS).config, None
+    except (ValueError, StorageError) as error:
+        return None, str(error)
 
 
 def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
@@ -190,11 +204,12 @@ def _mark(url: str) -> Iterator[str]:
 
 
 def _work(
-    seen: Survey, places: Sequence[tuple[NodeReport, int]], gpus: bool
+    seen: Survey, places: Sequence[tuple[NodeReport, int]], gpus: bool, shape: Any
 ) -> tuple[tuple[Rank, ...], list[FactRow], list[Link]]:
     """Start a worker at each (node, lane) of `places`; measure devices, collectives and links.
 
-    Workers that do not start or cannot measure their device are left out of the group.
+    One worker of each node looks for the kernels of a model with the config `shape`. Workers that
+    do not start or cannot measure their device are left out of the group.
     """
     need = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
     workers = {
@@ -213,6 +228,8 @@ def _work(
             for number, name in enumerate(speeds)
         ]
         group = [workers[name] for name in speeds]
+        if shape is not None:
+            _look_for_kernels(seen, ranks, group, shape)
         if len(group) < 2:
             return tuple(ranks), [], []
         first = next(iter(speeds))
@@ -229,6 +246,15 @@ def _work(
     finally:
         for worker in workers.values():
             ray.kill(worker)
+
+
+def _look_for_kernels(seen: Survey, ranks: list[Rank], group: Sequence[Any], shape: Any) -> None:
+    """Put into the first rank of each node what kernels of the model's layers the node lacks."""
+    first_of = {rank.node: rank.rank for rank in reversed(ranks)}
+    asked = {id: group[rank].missing_kernels.remote(shape) for id, rank in first_of.items()}
+    home: dict[str, str | None] = {id: id for id in asked}
+    for id, missing in seen.answers(asked, home, "looking for kernels", seen.timeout_s).items():
+        ranks[first_of[id]] = replace(ranks[first_of[id]], missing_kernels=missing)
 
 
 def _together(

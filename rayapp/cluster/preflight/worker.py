@@ -51,6 +51,17 @@ class Worker:
         # NVML lists no such uuid if the device is only a part of a GPU (MIG).
         return measure(self._device, index, None if index is None else uuid)
 
+    def missing_kernels(self, shape: Any) -> tuple[str, ...]:
+        """Return the packages with kernels for a model's layers that cannot be imported here.
+
+        `shape` is the model's config.
+        """
+        from rayapp import model
+
+        self._note("building the model on the meta device")
+        lm = model.build(shape, loss=model.no_loss, attention="eager")
+        return tuple(model.missing_kernels(lm.hf))
+
     def join(self, address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
         """Join the process group at `address`:`port`, and wait for all ranks at a barrier."""
         import torch

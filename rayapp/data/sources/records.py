@@ -117,6 +117,8 @@ class Record:
     value: Any
     problem: str | None = None
     """Why the record is unusable, or None."""
+    values: tuple[float, ...] = ()
+    """The numbers in the columns that a loss of the user's names."""
 
 
 def printable(name: str) -> str:
