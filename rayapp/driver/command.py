@@ -1,6 +1,6 @@
 """Run a config from the driver's side: check, start Ray, prepare the data, train, report.
 
-result = run(config, KIND, console, started)
+result = Kind(check, settle, prepare).run(config, console, started)
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
@@ -34,6 +35,7 @@ from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
+from rayapp.jobs.results import Result
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.events import Journal, submission_id
@@ -84,33 +86,34 @@ class Kind:
     run, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None
 
+    def run(
+        self,
+        config: RunConfig,
+        console: Console | None = None,
+        started: float | None = None,
+        on_step: Callable[[MetricsLine], None] | None = None,
+    ) -> Result:
+        """Run a config until it is done or stopped; return its result: what is in result.json.
 
-def run(
-    config: RunConfig,
-    kind: Kind,
-    console: Console | None,
-    started: float | None,
-    on_step: Callable[[MetricsLine], None] | None = None,
-) -> RunResult:
-    """Run a config until it is done or stopped, and return the content of result.json.
+        `started` is the Unix time in seconds at which the command began, if that was before this
+        call. `on_step` gets each line of metrics.jsonl as a dict; a thread calls it, so it holds up
+        no step.
 
-    `started` is the Unix time in seconds at which the command began, if that was before this call.
-    A thread calls `on_step` with each line of metrics.jsonl.
-
-    Raises:
-        ConfigError: it cannot run as described, or a file in its folder is damaged.
-        RunFailed: it failed on the way; running the same again resumes.
-        SecretError: a secret that the job refers to cannot be read.
-    """
-    phases = Phases(started or time.time())
-    with captured() as tail:
-        secrets.load()
-        # Text, which `tail` can keep; a kernel asks for colours (FORCE_COLOR) and is no terminal.
-        terminal = None if sys.stdout is None else sys.stdout.isatty()
-        console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
-        tell_ray()
-        with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
-            return _run(config, kind, console, heartbeat, on_step)
+        Raises:
+            ConfigError: it cannot run as described, or a file in its folder is damaged.
+            RunFailed: it failed on the way; running the same again resumes.
+            SecretError: a secret that the job refers to cannot be read.
+        """
+        phases = Phases(started or time.time())
+        with captured() as tail:
+            secrets.load()
+            # Text, which `tail` can keep; a kernel asks for colours (FORCE_COLOR) and is no
+            # terminal.
+            terminal = None if sys.stdout is None else sys.stdout.isatty()
+            console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
+            tell_ray()
+            with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
+                return Result(_run(config, self, console, heartbeat, on_step))
 
 
 def _run(
@@ -182,7 +185,7 @@ def _done_already(run: Storage, ready: CheckedRun, console: Console, phases: Pha
     display.result(console, result)
     if changed := changed_data(run, ready.parts, done=True):
         fix = "To train on them, set another run.name, or another length and train.schedule_from"
-        console.print(f"[yellow]{display.plain(changed)}. {fix}[/yellow]", soft_wrap=True)
+        console.print(f"[yellow]{escape(changed)}. {fix}[/yellow]", soft_wrap=True)
     return result
 
 
@@ -220,7 +223,7 @@ def _to_the_end(
 ) -> RunResult:
     """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
-        console.print(f"[yellow]{display.plain(warning)}[/yellow]", soft_wrap=True)
+        console.print(f"[yellow]{escape(warning)}[/yellow]", soft_wrap=True)
     run, journal = command.run, command.journal
     with journal.command(ready.config, phases.started):
         with command.reserve:

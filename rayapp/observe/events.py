@@ -42,7 +42,7 @@ from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import redacted
 from rayapp.observe.records import Event, EventFields
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
-from rayapp.planner.machines import named_instance, nodes_of, price_of
+from rayapp.planner.question import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
 
 USER, COMMIT = "RAYAPP_USER", "RAYAPP_COMMIT"

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from rayapp.data.report import DataReport
 from rayapp.observe.metrics import HeldOut, Sample
 from rayapp.observe.run_folder import Count, Number, UnixTime
-from rayapp.planner.json_values import BandValues, Forecast
+from rayapp.planner.answer import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
 
