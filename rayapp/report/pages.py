@@ -172,11 +172,7 @@ def environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"number": words.number, "duration": words.duration}
-<<<<<<< HEAD
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)  # a Python literal too
-    modules = (comparison, evaluations, tables, task_scores, timeline)
-=======
     modules = (comparison, evaluations, tables, timeline, words)
->>>>>>> main
     environment.globals |= {each.__name__.rpartition(".")[2]: each for each in modules}
     return environment
