@@ -194,11 +194,8 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     )
 
 
-def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
-    """Check every source; give data.eval_path to the first source of the same kind.
-
-    `names` are the columns whose numbers train.loss takes.
-    """
+def _inputs(config: Config, values: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
+    """Check every source; give data.eval_path to the first source of the same kind."""
     field = "data.mixture" if config.data.mixture else "data.path"
     unknown = [name for name in config.data.columns if name not in shapes.NAMES]
     if unknown:
@@ -208,12 +205,12 @@ def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tupl
         )
     inputs = []
     for path, weight in config.data.weights.items():
-        source, head = _source(config, path, field, names, problems)
+        source, head = _source(config, path, field, values, problems)
         if source is not None:
-            inputs.append(Input(path, weight, head.kind, source, None, head.unused, names))
+            inputs.append(Input(path, weight, head.kind, source, None, head.unused, values))
     if config.data.eval_path is None:
         return tuple(inputs)
-    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", names, problems)
+    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", values, problems)
     if eval_source is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
     owner = next((number for number, entry in enumerate(inputs) if entry.kind == head.kind), None)
@@ -244,12 +241,12 @@ def _without_read(entry: Input, template: str) -> Input:
 
 
 def _source(
-    config: Config, path: str, field: str, names: tuple[str, ...], problems: list[str]
+    config: Config, path: str, field: str, values: tuple[str, ...], problems: list[str]
 ) -> tuple[sources.DataSource | None, heads.SourceHead]:
     data = config.data
     try:
         source = sources.find(path, data.format)
-        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns, names)
+        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns, values)
         problems += [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
         return source, head
     except (sources.SourceError, StorageError) as error:
