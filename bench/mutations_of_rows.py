@@ -22,8 +22,8 @@ ROWS = (
     Mutation(
         "ranks-take-stretches",
         SEQUENCE,
-        "index = rank + world * np.arange(num_micro)",
-        "index = rank * num_micro + np.arange(num_micro)",
+        "index = rank + world * np.arange(count)",
+        "index = rank * count + np.arange(count)",
         OF_ORDER,
     ),
     Mutation(

@@ -197,10 +197,10 @@ def next_steps(result: RunResult) -> list[str]:
     run = result["run"]
     page = f"{run}/{REPORT}"
     lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
-    if result.get("model_path") and unit_of(result) == TOKENS:
+    if (path := result.get("model_path")) and unit_of(result) == TOKENS:
         command = "rayapp" if shutil.which("rayapp") else f"{sys.executable} -m rayapp"
         lines.append(f"      {command} generate {run}")
-        if open_storage(result["model_path"]).exists("adapter_config.json"):
+        if open_storage(path).exists("adapter_config.json"):
             lines.append(f"      {command} merge {run}    # one model of the adapter and its base")
     return lines
 
