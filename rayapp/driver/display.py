@@ -6,6 +6,7 @@ LINE_EVERY_S seconds, and one for the last step.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -25,7 +26,6 @@ from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
-from rayapp.storage import open_storage
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -200,7 +200,7 @@ def next_steps(result: RunResult) -> list[str]:
     if (path := result.get("model_path")) and unit_of(result) == TOKENS:
         command = "rayapp" if shutil.which("rayapp") else f"{sys.executable} -m rayapp"
         lines.append(f"      {command} generate {run}")
-        if open_storage(path).exists("adapter_config.json"):
+        if os.path.exists(f"{path}/adapter_config.json"):
             lines.append(f"      {command} merge {run}    # one model of the adapter and its base")
     return lines
 
