@@ -547,7 +547,7 @@ def test_a_stream_is_packed_in_windows_and_keeps_every_document(
         "a.csv": "".join(["text\n", *(f'"{value["text"]}"\n' for value in values)]).encode(),
     }[name]
     (tmp_path / name).write_bytes(data)
-    monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
+    monkeypatch.setattr(unit_rows, "BATCH_TOKENS", 250)
     packed = []
     lay_out = unit_rows.lay_out
     monkeypatch.setattr(
@@ -712,7 +712,7 @@ def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
     recipe = replace(recipe, source=source, kind="chat" if name == "chat" else "text")
     whole = here(recipe, tmp_path / "out")
     monkeypatch.setattr(spool, "SPOOL_TOKENS", 50)
-    monkeypatch.setattr(unit_rows, "WINDOW_BYTES", 3 * (10 * S + 4))
+    monkeypatch.setattr(unit_rows, "BATCH_BYTES", 3 * (10 * S + 4))
     files: list[int] = []
     made = spool.FileSlices.__init__
     monkeypatch.setattr(spool.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])

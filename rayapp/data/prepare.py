@@ -160,7 +160,7 @@ def prepare_unit(
 
     These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
     which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
-    window of a stream.
+    batch of a stream.
 
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.

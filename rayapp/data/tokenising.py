@@ -8,7 +8,7 @@ from typing import Any
 
 from rayapp.data import sections, sources, tokens
 from rayapp.data.documents import Renderer, content_of
-from rayapp.data.problems import problem_of
+from rayapp.data.kinds import problem_of
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.shapes import read_records

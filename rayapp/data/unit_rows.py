@@ -20,9 +20,9 @@ from rayapp.data.spool import Spool
 from rayapp.order import shuffled
 from rayapp.storage import Storage
 
-WINDOW_TOKENS = 2**20  # of a stream that are packed at once
+BATCH_TOKENS = 2**20  # of a stream that are packed at once
 GROUP = 1024  # documents that a later packing packs together
-WINDOW_BYTES = 4 * 2**20  # of rows that are made and written at once
+BATCH_BYTES = 4 * 2**20  # of rows that are made and written at once
 
 
 class UnitRows:
@@ -52,7 +52,7 @@ class UnitRows:
             self.hashes += self.hash.digest()
         self.hash = hashlib.blake2b(digest_size=8)
         window_bytes = self.recipe.window_bytes
-        most = 2 * window_bytes if window_bytes else WINDOW_TOKENS
+        most = 2 * window_bytes if window_bytes else BATCH_TOKENS
         in_parts = is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
@@ -65,7 +65,7 @@ class UnitRows:
             self.held[split] = self.stack.enter_context(closing(Spool()))
 
     def _write(self, split: str, spool: Spool) -> Counts:
-        """Pack a spool's documents, and write the rows in windows."""
+        """Pack a spool's documents, and write the rows in batches."""
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
         firsts, columns = np.cumsum(lengths) - lengths, len(recipe.values)
         values = np.array(spool.values, np.float32).reshape(len(lengths), columns)
@@ -92,7 +92,7 @@ class UnitRows:
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))
         arrays, before = spool.arrays(), sum(counts["rows"] for counts in self.counts[split])
         target_tokens = target_bytes = 0
-        size = max(1, WINDOW_BYTES // row_dtype(recipe.seq_len, columns).itemsize)
+        size = max(1, BATCH_BYTES // row_dtype(recipe.seq_len, columns).itemsize)
         for first in range(0, layout.num_rows, size):
             last = min(first + size, layout.num_rows)
             rows = filled(layout, first, last, *arrays, recipe.pad_id)

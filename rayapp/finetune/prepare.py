@@ -12,8 +12,9 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import tokens
 from rayapp.data.documents import Renderer
+from rayapp.data.kinds import KINDS, takes_template
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
-from rayapp.data.recipe import VERSIONS, RowRecipe
+from rayapp.data.recipe import RowRecipe
 from rayapp.data.tasks import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Preparation
@@ -90,8 +91,7 @@ def _tasks(ready: CheckedLanguageRun, tokenizer: Any) -> tuple[TaskItems, ...]:
     """
     data, made, problems = ready.config.data, list[TaskItems](), list[str]()
     for task in ready.tasks:
-        reasoning = data.reasoning if task.kind == "chat" else "train"
-        renderer = Renderer(tokenizer, task.kind, "", reasoning, data.special_tokens)
+        renderer = Renderer(tokenizer, task.kind, "", data.reasoning, data.special_tokens)
         items, wrong = items_of(task, renderer)
         problems += wrong
         made += [items] if items is not None else []
@@ -198,7 +198,7 @@ def _recipe(
 ) -> RowRecipe:
     """Return how the rows of a source are made."""
     data, pad = config.data, tokenizer.pad_token_id
-    training = entry.kind == "chat" and data.chat_template == TRAINING
+    templated = takes_template(entry.kind)
     return RowRecipe(
         source=entry.source,
         eval_source=entry.eval_source,
@@ -211,8 +211,8 @@ def _recipe(
         truncate=data.truncate,
         eval_fraction=0.0 if data.eval_path else data.eval_fraction,
         columns=data.columns,
-        template=ready.template if training else "",
-        reasoning=data.reasoning if entry.kind == "chat" else "train",
+        template=ready.template if templated and data.chat_template == TRAINING else "",
+        reasoning=data.reasoning if templated else "train",
         special_tokens=data.special_tokens,
         window_bytes=data.window_bytes,
         values=entry.values,
@@ -238,7 +238,7 @@ def _begun(
         began = read_plan(ready.run).get("fingerprint")
     else:
         return recipes
-    before = {p: replace(each, version=VERSIONS[each.kind] - 1) for p, each in recipes.items()}
+    before = {p: replace(each, version=KINDS[each.kind].version - 1) for p, each in recipes.items()}
     parts = {path: recipe.parts() for path, recipe in before.items()}
     if config.data.mixture:
         joined = parts_of_mixture(parts, config.data.mixture)

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from rayapp import hardware, model
 from rayapp.config import Config
 from rayapp.config.lora import NEW_TOKENS, opened_by
+from rayapp.data.kinds import takes_template
 from rayapp.data.rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
     Head,
@@ -198,7 +199,7 @@ class LanguageTrainer(Trainer):
             self.device,
             engine.control,
             num_tokens,
-            chat=config.data.kind == "chat",
+            chat=takes_template(config.data.kind),
             system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,

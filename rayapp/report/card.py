@@ -17,6 +17,7 @@ import yaml
 
 from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
+from rayapp.data.kinds import takes_template
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.origin import redacted
@@ -148,7 +149,7 @@ def _use(run: ReportedRun, adapter: bool) -> str:
             "inputs = tokenizer.apply_chat_template(\n"
             '    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True\n'
             ")\n"
-            if _kind(run) == "chat"
+            if takes_template(_kind(run))
             else 'inputs = tokenizer("Hello", return_tensors="pt")\n'
         )
         + "ids = model.generate(\n"
@@ -249,7 +250,7 @@ def _samples(run: ReportedRun) -> Iterator[str]:
     for prompt, text in samples:
         lengths = [len(found) for found in re.findall("`+", prompt + text)]
         fence = "`" * (1 + max(lengths, default=2))
-        between = "\n" if _kind(run) == "chat" else ""
+        between = "\n" if takes_template(_kind(run)) else ""
         yield f"{fence}text\n{prompt}{between}{text}\n{fence}"
 
 
