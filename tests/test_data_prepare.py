@@ -32,7 +32,6 @@ from rayapp.data import (
     prepare,
     sections,
     sources,
-    spool,
     tokenising,
     tokens,
     unit_rows,
@@ -619,7 +618,7 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
         (long_texts, "CUT_REACH"),
         (tokenising, "BATCH_SIZE"),
         (sections, "SECTION_TOKENS"),
-        (spool, "SPOOL_TOKENS"),
+        (unit_rows, "SPOOL_TOKENS"),
     ):
         monkeypatch.setattr(module, constant, 50)
     seen = []
@@ -711,11 +710,11 @@ def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
     source = sources.find(corpora.write(tmp_path / name, name))
     recipe = replace(recipe, source=source, kind="chat" if name == "chat" else "text")
     whole = here(recipe, tmp_path / "out")
-    monkeypatch.setattr(spool, "SPOOL_TOKENS", 50)
+    monkeypatch.setattr(unit_rows, "SPOOL_TOKENS", 50)
     monkeypatch.setattr(unit_rows, "BATCH_BYTES", 3 * (10 * S + 4))
     files: list[int] = []
-    made = spool.FileSlices.__init__
-    monkeypatch.setattr(spool.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
+    made = unit_rows.FileSlices.__init__
+    monkeypatch.setattr(unit_rows.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
     again = here(recipe, tmp_path / "again")
     assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
 

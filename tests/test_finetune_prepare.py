@@ -17,9 +17,9 @@ from test_data_windows import in_this_process
 from rayapp.config import ConfigError, from_dict
 from rayapp.data import kinds, recipe, tokens, windows
 from rayapp.data import prepare as rows
-from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
 from rayapp.data.sources import cutting
+from rayapp.data.windows import GrowingRows
 from rayapp.finetune import prepare, show, sources
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases

@@ -26,7 +26,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class KindOfRecord:
     """What holds for every record of a kind."""
 
     columns: tuple[str, ...]
@@ -154,8 +154,8 @@ def _is_call(call: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-KINDS: Mapping[RecordKind, Kind] = {
-    "text": Kind(("text",), 3, lambda record: _problem_of_column(record, "text")),
-    "prompt": Kind(("prompt", "completion"), 3, _problem_of_prompt),
-    "chat": Kind(("messages",), 4, _problem_of_chat, lambda record: record["messages"]),
+KINDS: Mapping[RecordKind, KindOfRecord] = {
+    "text": KindOfRecord(("text",), 3, lambda record: _problem_of_column(record, "text")),
+    "prompt": KindOfRecord(("prompt", "completion"), 3, _problem_of_prompt),
+    "chat": KindOfRecord(("messages",), 4, _problem_of_chat, lambda record: record["messages"]),
 }

@@ -15,20 +15,22 @@ from rayapp.data.documents import Renderer
 from rayapp.data.kinds import KINDS, takes_template
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rows import step_rows
 from rayapp.data.tasks import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.windows import Preparation
-from rayapp.driver.growth import describe, stages_of
+from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
-from rayapp.finetune import growth, micro_batch, preview, show, sources
+from rayapp.finetune import micro_batch, preview, show, sources
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
+from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
-from rayapp.observe.run_folder import PLAN, PREPARED
+from rayapp.observe.run_folder import METRICS, PLAN, PREPARED
 from rayapp.observe.status import read_plan
-from rayapp.order import Order, fingerprint
+from rayapp.order import Order, combine, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint.marker import latest, steps_done
@@ -58,7 +60,7 @@ def prepare(
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
     of_data = prepared.fingerprint, prepared.turn_rows
     order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
-    growth.check_order(ready.run, prepared, order)
+    check_order(ready.run, prepared, order)
     parameters, trainable, by_name = count_parameters(shape, config)
     there = on_what_is_there(config)
     planned = forecast(there, shape, order.num_steps, on_cpu=not gpus)
@@ -309,3 +311,24 @@ def plan_of(
         "epochs": order.num_steps * order.rows_per_step / prepared.epoch_rows,
         "data": prepared.report(),
     }
+
+
+def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
+    """Compare the rows of the last step done with its digest in metrics.jsonl.
+
+    Raises:
+        ConfigError: the data are others, or that step would have had other rows.
+    """
+    refuse_other_data(run, prepared.parts)
+    line, (newest, _) = metrics.last(run), latest(run)
+    if line is None or newest is None or newest.step != line["step"]:
+        return
+    rows = step_rows(prepared.rows("train"), order, line["step"] - 1, 0, 1)
+    if combine([rows.digest()]) != line["batch_digest"]:
+        raise ConfigError(
+            [
+                f"{run.url}/{METRICS} is of other rows: step {line['step']} had the digest "
+                f"{line['batch_digest']} and would have {combine([rows.digest()])}. Set the data "
+                "back to what they were, or another run.name"
+            ]
+        )

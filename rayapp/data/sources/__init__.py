@@ -15,12 +15,18 @@ together, once, whatever units its records are in.
 
 from __future__ import annotations
 
-from rayapp.data.sources.content import content_key
 from rayapp.data.sources.cutting import units, windows
 from rayapp.data.sources.finding import find
 from rayapp.data.sources.json_lines import LongText
 from rayapp.data.sources.own import RecordReader, is_own
-from rayapp.data.sources.reading import drawn_of, file_of, is_eval, place_of, read_piece
+from rayapp.data.sources.reading import (
+    content_key,
+    drawn_of,
+    file_of,
+    is_eval,
+    place_of,
+    read_piece,
+)
 from rayapp.data.sources.records import (
     Block,
     DataFile,
