@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import shapes, sources
@@ -52,8 +53,7 @@ def inspect(
     firsts, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in firsts if record.problem is None]
     if kind == "auto":
-        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
-        kind = next((k for k, _ in kinds.most_common(1) if k), "text")
+        kind = _kind_of(rows)
     if not firsts:
         return Inspected(kind, (), [f"data.path={path} is empty: there is no record in its files"])
     judged = _judged(firsts, kind, columns, names)
@@ -76,6 +76,14 @@ def inspect(
         "data.columns, or allow more with data.bad_rows"
     )
     return Inspected(kind, tuple(unused), [problem])
+
+
+def _kind_of(rows: list[Any]) -> RecordKind:
+    """Return the kind of most records; `text` if no shape is known."""
+    kinds = Counter[RecordKind | None](
+        "text" if isinstance(row, str) else shapes.kind_of(row) for row in rows
+    )
+    return next((kind for kind, _ in kinds.most_common(1) if kind), "text")
 
 
 def _judged(
