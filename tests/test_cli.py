@@ -305,7 +305,7 @@ def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(
         run.write(RESULT, json.dumps({**result, **own}).encode())
         assert main(["list", f"--storage={tmp_path}"]) == Exit.DONE
         out = capsys.readouterr().out
-        assert ("own loss" in out) is bool(shown) and shown in out
+        assert ("train.loss" in out) is bool(shown) and shown in out
     run.write(METRICS, b"")  # is not read
     short = status.summary(run)
     eventful(open_storage(str(tmp_path)))

@@ -317,7 +317,7 @@ def test_checkpoints_are_validated_beside_training(
             assert abs(found[step][name] - inside[step][name]) < 1e-4
     said = " ".join(capsys.readouterr().out.split())
     step, line = next(iter(found.items()))
-    assert f"checkpoint of step {step}: held-out {line['eval_loss']:.4f} nats/token" in said
+    assert f"checkpoint of step {step}: held-out loss {line['eval_loss']:.4f}" in said
 
 
 @pytest.mark.parametrize("workers", ["2:3", "2"])

@@ -45,10 +45,10 @@ from rayapp.data.images.augment import centred
 from rayapp.data.prepared import load as load_prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.tokens import byte_tokenizer
-from rayapp.jobs import page
+from rayapp.jobs import notebook
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import Job
-from rayapp.report import card, folder, render
+from rayapp.report import card, folder, pages
 from rayapp.storage import StorageError, open_storage
 from rayapp.train.checkpoint.marker import NoneUsable
 
@@ -121,11 +121,11 @@ def test_run_folders(made: Path, tmp_path: Path) -> None:  # noqa: F811
         table = runs(storage=str(place))._repr_html_()
         assert "fine" in table and "\x1b" not in table
         run = open_storage(url)
-        for read_it in (render.run_page, lambda reported: card.card(reported, False), card.curve):
+        for read_it in (pages.run_page, lambda reported: card.card(reported, False), card.curve):
             with contextlib.suppress(ConfigError, StorageError):
                 read_it(folder.read(run))
         with contextlib.suppress(ConfigError, StorageError):
-            page.drawn(Job(url))
+            notebook.drawn(Job(url))
 
     fuzz(judge, made, tmp_path)
 

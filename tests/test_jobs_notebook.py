@@ -25,10 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import nodes
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from patience import PATIENCE_S
 from rich.console import Console
 from run_folders import RunFolder
@@ -37,10 +34,10 @@ from stub_dashboard import Dashboard, dashboard
 import rayapp as rayapp_module
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
-from rayapp.jobs import JobError, page, terminal
+from rayapp.jobs import JobError, notebook, terminal
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
-from rayapp.jobs.widget import Widget
+from rayapp.jobs.notebook import Buttons
 from rayapp.observe.activity import TRAINING, Activity
 from rayapp.observe.attempt_logs import GOES_ON, name_of, render
 from rayapp.observe.columns import ACCOUNTED, Columns
@@ -754,7 +751,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_an_interrupted_watch_lets_no_next_cell_run(cells: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        page.show(Watched("running", KeyboardInterrupt()), 0.0)
+        notebook.show(Watched("running", KeyboardInterrupt()), 0.0)
     assert "the run goes on" in cells[-1]
     console = Console(record=True, file=io.StringIO())
     with pytest.raises(KeyboardInterrupt):
@@ -765,7 +762,7 @@ def test_an_interrupted_watch_lets_no_next_cell_run(cells: list[str]) -> None:
 def test_a_notebook_watches_on_beside_its_next_cells(
     cells: list[str], monkeypatch: pytest.MonkeyPatch, served: Dashboard, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(page, "in_notebook", lambda: True)
+    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
     run = folder_of(tmp_path, {**BEGAN, "submission_id": None})
     assert Job(run.url).watch(every_s=0.01) is None
     (thread,) = (each for each in threading.enumerate() if each.name == "watch demo")
@@ -773,7 +770,7 @@ def test_a_notebook_watches_on_beside_its_next_cells(
     run.write("events.jsonl", "".join(json.dumps(e) + "\n" for e in (BEGAN, LEFT)).encode())
     thread.join(PATIENCE_S)
     assert "stopped" in cells[-1] and not thread.is_alive()
-    thread = page.show_on(lambda: Watched("running", OSError("<b>gone")), 0.0)
+    thread = notebook.show_on(lambda: Watched("running", OSError("<b>gone")), 0.0)
     thread.join(PATIENCE_S)
     assert cells[-1] == "<p>no longer watched: &lt;b&gt;gone</p>"
 
@@ -794,7 +791,7 @@ def test_buttons_stop_resume_and_show(tmp_path: Path) -> None:
         def logs(self) -> str:
             return "a < b"
 
-    box = Widget(Asked, lambda: None)  # type: ignore[arg-type]
+    box = Buttons(Asked, lambda: None)  # type: ignore[arg-type]
 
     def click(name: str) -> str:
         box.buttons[name].click()
@@ -903,13 +900,13 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
     lines = [line(n) for n in range(1, 8)] + [line(8, loss=None, eval_loss=1.25)]
     hostile = "</pre><script>alert(1)</script>"
-    text = page.render(
+    text = notebook.render(
         "<b>name", f"failed{hostile}", moment(lines, reason=hostile), steps_of(lines)
     )
     found = Words(text)
     assert not {"script", "b>name", "iframe", "img", "link"} & set(found.tags)
     assert "".join(found.words).count(hostile) == 2 and "<b>name" in found.words
-    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "1.00 USD of 41.00"):
+    for expected in ("8 / 10", "1,234", "1.50 GiB", "1:06:40", "$1.00 of $41.00"):
         assert expected in found.words, expected
     assert found.tags.count("svg") == 3
     assert "http" not in text
@@ -918,9 +915,9 @@ def test_a_page_shows_the_figures_and_lets_nothing_out() -> None:
 @pytest.mark.parametrize("lines", [[], [line(1)], [line(1, loss=None), line(2, loss=None)]])
 def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
     """In a notebook it is left out."""
-    text = page.render("x", "running", moment(lines), steps_of(lines))
+    text = notebook.render("x", "running", moment(lines), steps_of(lines))
     assert "n/a" not in text and "MFU" not in text and "goodput" in text
-    assert page.render("x", "pending", None, Columns())
+    assert notebook.render("x", "pending", None, Columns())
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(terminal.render("x", "running", moment(lines), steps_of(lines)))
     assert "n/a" in console.export_text()
@@ -929,7 +926,7 @@ def test_what_is_not_known_is_said_to_be(lines: list[dict[str, Any]]) -> None:
 def test_what_the_tiles_show_is_not_said_twice() -> None:
     def text(phase: str) -> str:
         now = moment([line(1)], activity=Activity(phase, 0.0, "its detail"))
-        return page.render("x", "running", now, steps_of([line(1, grad_norm=0.5)]))
+        return notebook.render("x", "running", now, steps_of([line(1, grad_norm=0.5)]))
 
     assert "evaluating" in text("evaluating") and "its detail" in text("evaluating")
     assert "its detail" not in text(TRAINING)
@@ -942,18 +939,7 @@ def test_a_long_run_is_shown_without_lists_of_its_steps() -> None:
     steps = steps_of([line(n) for n in range(1, count + 1)])
     tracemalloc.start()
     terminal.render("x", "running", moment([line(count)]), steps)
-    page.render("x", "running", moment([line(count)]), steps)
+    notebook.render("x", "running", moment([line(count)]), steps)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 80 * count, peak / count
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(4, 60))
-def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
-    points = list(enumerate(values))
-    found = [points[place] for place in page.thin(np.array(values), most)]
-    assert len(found) <= max(most, 4) and found == sorted(set(found))
-    assert set(found) <= set(points)
-    if points:
-        assert (found[0], found[-1]) == (points[0], points[-1])
-        assert {min(values), max(values)} <= {value for _, value in found}

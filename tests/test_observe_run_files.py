@@ -13,7 +13,7 @@ from run_folders import RunFolder
 
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
-from rayapp.jobs import page
+from rayapp.jobs import notebook
 from rayapp.jobs.find import runs
 from rayapp.jobs.handle import Job
 from rayapp.observe import run_files
@@ -22,7 +22,7 @@ from rayapp.observe.metrics import read
 from rayapp.observe.records import Event, Plan, RunResult
 from rayapp.observe.run_files import DamagedFile, parsed
 from rayapp.observe.run_folder import Exit
-from rayapp.report import card, folder, render
+from rayapp.report import card, folder, pages
 from rayapp.storage import Storage, open_storage
 
 HUGE = 10**400
@@ -161,8 +161,8 @@ def look(run: Storage, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in output and "Traceback" not in output
     table = runs(storage=runs_url)._repr_html_()
     assert "fine" in table and "odd" in table and "\x1b" not in table
-    assert "\x1b" not in page.drawn(Job(run.url))[1]
-    for read_it in (render.run_page, lambda reported: card.card(reported, False), card.curve):
+    assert "\x1b" not in notebook.drawn(Job(run.url))[1]
+    for read_it in (pages.run_page, lambda reported: card.card(reported, False), card.curve):
         try:
             read_it(folder.read(run))
         except ConfigError as error:

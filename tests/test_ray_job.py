@@ -61,7 +61,7 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     # A job's log has lines, not a bar that is redrawn.
-    assert "step 6/6" in done.stdout and "tok/s" in done.stdout
+    assert "step 6/6" in done.stdout and "tokens/s" in done.stdout
     printed = done.stdout.splitlines()
     of_ray = re.compile(r"pid=|\(raylet\)")
     assert list(filter(of_ray.search, printed)) == [], "lines of Ray's own processes"

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -37,8 +38,21 @@ from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import ImageRecord, MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
-from rayapp.report import charts, comparison, curves, folder, provenance, render, tables, timeline
-from rayapp.report.curves import BUCKETS, smooth, thin
+from rayapp.report import comparison, folder, tables, timeline
+from rayapp.report import pages as written
+from rayapp.report.chart import (
+    BOTTOM,
+    BUCKETS,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    smooth,
+    svg,
+    thin,
+)
+from rayapp.report.charts import charts_of
 from rayapp.storage import Storage, StorageError, open_storage
 
 TINY = str(Path(__file__).parent.parent / "configs" / "tiny_cpu.yaml")
@@ -139,7 +153,7 @@ def test_headline_and_goodput_are_those_of_the_account(storage: Storage) -> None
     assert f"{100 * sums.goodput['step']:.3g} %" in text
     shown = {each.label: each.value for each in tables.headline(folder.read(run))}
     assert shown["Steps"] == "200", shown
-    bars = tables.goodput(folder.read(run))
+    bars = timeline.goodput(folder.read(run))
     spent = {cause: share for cause, share in sums.goodput.items() if share}
     assert {bar.key: bar.share for bar in bars} == pytest.approx(spent)
     assert math.fsum(bar.share for bar in bars) == pytest.approx(1.0)
@@ -155,13 +169,13 @@ def test_plan_and_measured_are_compared(storage: Storage) -> None:
     plan = json.loads(run.run.read("plan.json"))
     run.train(60, peak_gib=plan["peak_gib"]["high"] + 1.0)
     run.end()
-    rows = {row[0]: row for row in tables.planned(folder.read(run.run))}
-    assert rows["peak memory, GiB"][4] == "above"
+    rows = {row[0]: row for row in timeline.planned(folder.read(run.run))}
+    assert rows["memory"][4] == "above"
     ratio = (plan["peak_gib"]["high"] + 1.0) / plan["peak_gib"]["value"]
-    assert rows["peak memory, GiB"][3] == f"{ratio:.2f}"
+    assert rows["memory"][3] == f"{ratio:.2f}"
     assert rows["tokens/s"][4] == "within"
-    foretold = rows["step, s, predicted by its first ten"]
-    assert float(foretold[1]) == pytest.approx(float(foretold[2]), rel=0.2)
+    foretold = rows["time of a step, predicted by its first ten"]
+    assert float(foretold[1][:-2]) == pytest.approx(float(foretold[2][:-2]), rel=0.2)
     marks = data_of(page_of(run.run))["memory"]["marks"]
     assert [mark["value"] for mark in marks] == [plan["peak_gib"]["value"], plan["capacity_gib"]]
 
@@ -169,7 +183,7 @@ def test_plan_and_measured_are_compared(storage: Storage) -> None:
 def test_the_timeline_has_every_second_once(storage: Storage) -> None:
     run = eventful(storage, steps=200)
     read = folder.read(run.run)
-    found = timeline.segments(read)
+    found = timeline.spans(read)
     assert found[0].start_s == 0.0
     for one, following in itertools.pairwise(found):
         assert one.end_s == pytest.approx(following.start_s, abs=1e-3)
@@ -247,7 +261,7 @@ def test_only_what_is_comparable_is_compared(storage: Storage) -> None:
 def test_a_run_says_how_to_repeat_it(storage: Storage) -> None:
     run = RunFolder(storage)
     run.train(3)
-    assert provenance.repeat(folder.read(run.run)) == [
+    assert tables.repeat(folder.read(run.run)) == [
         f"python -m rayapp.finetune {run.run.url}/config.yaml --run.name=demo-again"
     ]
     run.pause(10.0)
@@ -259,11 +273,11 @@ def test_a_run_says_how_to_repeat_it(storage: Storage) -> None:
     assert b"word/1" not in run.run.read(REPORT)
     assert page.texts["pre"][0].splitlines()[0] == "git checkout 0123456789ab"
     assert "Files of the checkout had been changed" in page.texts["body"][0]
-    rows = dict(provenance.environment(folder.read(run.run)))
+    rows = dict(tables.environment(folder.read(run.run)))
     assert rows["git commit"] == "0123456789ab+" and rows["started by"] == "ada"
     assert rows["command"] == f"python {command}"
     far = replace(folder.read(run.run), url="s3://bucket/runs/demo")
-    assert provenance.repeat(far)[1:] == [
+    assert tables.repeat(far)[1:] == [
         "aws s3 cp s3://bucket/runs/demo/config.yaml config.yaml",
         "python -m rayapp.finetune config.yaml --run.name=demo-again",
     ]
@@ -349,19 +363,17 @@ def test_a_run_that_failed_says_why(storage: Storage) -> None:
     assert 'rank 0: a < b & "c"' in page.texts["p"]
 
 
-def test_an_older_run_without_events(storage: Storage) -> None:
+def test_a_run_whose_events_were_deleted(storage: Storage) -> None:
+    """As the message of a damaged events.jsonl says: it goes on without its history."""
     run = RunFolder(storage, events=False, config=TINY)
     run.train(30)
-    goodput = {"step": 0.7, "start": 0.3}
-    run.end(wall_s=100.0, goodput=goodput, interruptions=[], cost_usd=None)
+    run.end(wall_s=100.0, goodput={"step": 0.7}, interruptions=[], cost_usd=None)
     run.run.write("config.yaml", b"run: {name: older}\nnone_such: {field: 1}\n")
     lines = [{k: v for k, v in line.items() if "peak_f" not in k} for line in metrics.read(run.run)]
     run.run.write(METRICS, "".join(json.dumps(line) + "\n" for line in lines).encode())
     page = page_of(run.run)
     assert page.texts["h1"][0].split() == ["older", "done"]
-    assert {bar.key: bar.share for bar in tables.goodput(folder.read(run.run))} == goodput
-    assert "this run has left no events" in page.texts["body"][0]
-    assert [one.kind for one in timeline.segments(folder.read(run.run))] == ["train"]
+    assert timeline.goodput(folder.read(run.run)) == timeline.spans(folder.read(run.run)) == []
     assert set(data_of(page)["memory"]["points"]["0"]["peak_forward_gib"]) == {None}
 
 
@@ -420,7 +432,7 @@ def test_a_real_run(storage: Storage) -> None:
     text = page.texts["body"][0]
     assert f"{result['eval_loss']:.4f}" in text and result["samples"][0][1] in text
     assert f"{result['tokens_per_s']:,.0f}" in text and "4.262M parameters" in text
-    stretches = timeline.segments(folder.read(run))
+    stretches = timeline.spans(folder.read(run))
     assert [one.kind for one in stretches] == ["start", "train", "end"]
     assert stretches[-1].end_s == pytest.approx(result["wall_s"], abs=0.1)
 
@@ -436,7 +448,7 @@ def test_a_classifiers_run(storage: Storage) -> None:
         "Images2,685315 held out",
         "damaged (OSError)60.2 % for example disc/cut.jpg damaged (OSError) The drawn set has six",
         "Top-180 %top-5 100 %, step 3",
-        "Images/s641320.5 per worker",
+        "Images/s641320 per worker",
     ):
         assert part in text, part
     for absent in ("Samples", "Documents", "tokens"):
@@ -520,7 +532,7 @@ def test_steps_are_read_block_by_block(
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):
         run.run.write(METRICS, data)
-        found = Columns.read(run.run, curves.NAMES).columns()
+        found = Columns.read(run.run, folder.NAMES).columns()
         lines = metrics.read(run.run)
         assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]
         for name, column in found.items():
@@ -563,6 +575,25 @@ def test_smoothing_is_the_mean_of_the_window(values: list[float | None]) -> None
             assert mean == pytest.approx(math.fsum(around) / len(around), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.parametrize(("count", "tag"), [(30, "circle"), (32, "rect"), (5_000, "rect")])
+def test_a_curve_without_a_script_tells_its_values(count: int, tag: str) -> None:
+    """Few points are dots; of many the means are a line, below it a spike stays in sight."""
+    steps, values = np.arange(1.0, count + 1), np.linspace(4.0, 2.0, count)
+    values[count // 2], values[0] = 40_000.0, np.nan
+    none = np.full(count, np.nan)
+    drawn = ET.fromstring(svg("<loss>", {"a & b": (steps, values), "none": (steps, none)}))
+    assert svg("loss", {"none": (steps, none)}) == ""
+    assert [each.text for each in drawn if each.tag == "text"][:3] == ["<loss>", "40k", "2"]
+    lines = [each.get("points", "").split() for each in drawn if each.tag == "polyline"]
+    tips = [each[0].text for each in drawn if each.tag == tag]
+    assert len(lines) == (1 if tag == "circle" else 2) and len(tips) == len(lines[-1]) <= 240
+    heights = [float(place.split(",")[1]) for place in lines[0]]
+    assert (min(heights), max(heights)) == (TOP, HEIGHT - BOTTOM)
+    if tag == "circle":
+        assert tips[0].startswith("step 2: a & b 3.9") and tips[-1] == "step 30: a & b 2"
+        assert [float(each.split(",")[0]) for each in lines[0]][::28] == [LEFT, WIDTH - RIGHT]
+
+
 def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> None:
     few = RunFolder(storage, steps=600)
     few.train(600)
@@ -576,7 +607,7 @@ def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> N
     columns["loss"][777_777] = 99.0
     columns["data_wait_s"][123_456] = 55.0
     began = time.process_time()
-    page = render.run_page(replace(run, columns=columns)).decode()
+    page = written.run_page(replace(run, columns=columns)).decode()
     assert (
         time.process_time() - began < 10.0 and len(page) < 2_000_000
     )  # of which 1.27 MB are BokehJS
@@ -591,7 +622,7 @@ def test_a_million_steps_are_small_fast_and_lose_no_spike(storage: Storage) -> N
 def test_a_table_has_the_figures_of_its_curve(storage: Storage) -> None:
     run = RunFolder(storage, steps=200)
     run.train(200)
-    loss, *_ = charts.of_run(folder.read(run.run))
+    loss, *_ = charts_of([folder.read(run.run)])
     held = {line["step"]: line["eval_loss"] for line in metrics.read(run.run) if line["eval_loss"]}
     assert loss.head == ["step", "train", "held out"]
     assert {int(row[0]): float(row[2]) for row in loss.rows} == pytest.approx(held, rel=1e-4)
@@ -640,12 +671,12 @@ def test_a_run_does_not_end_by_its_report(
     assert "the disk is full" in caplog.text
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "bokeh", None)  # as in an image that was built before
-    monkeypatch.delitem(sys.modules, "rayapp.report.figures", raising=False)
-    monkeypatch.delattr(report, "figures", raising=False)
+    monkeypatch.delitem(sys.modules, "rayapp.report.bokeh_document", raising=False)
+    monkeypatch.delattr(report, "bokeh_document", raising=False)
     with caplog.at_level(logging.WARNING):
         report.write_for(run.run)
     assert "the report is not written: import of bokeh" in caplog.text
-    monkeypatch.setattr(report, "read", lambda run: 1 / 0)
+    monkeypatch.setattr(written, "read", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # what is wrong with the code is not hidden
         report.write_for(run.run)
 
@@ -977,10 +1008,10 @@ def test_runs_are_found_and_sorted(pages: dict[str, str], browser: Browser) -> N
 @needs_chromium
 def test_a_notebook_shows_it_in_a_frame(storage: Storage, browser: Browser, tmp_path: Path) -> None:
     """A frame that may run scripts but is of no origin, as the button Report makes it."""
-    from rayapp.jobs.widget import Widget
+    from rayapp.jobs import notebook
 
     run = eventful(storage, steps=60).run
-    text = Widget._report(None, SimpleNamespace(run=run))
+    text = notebook.report(SimpleNamespace(run=run))
     (tmp_path / "cell.html").write_text(f"<!doctype html>{text}", encoding="utf-8")
     page = browser.open(f"file://{tmp_path}/cell.html")
     page.call("Target.setAutoAttach", autoAttach=True, waitForDebuggerOnStart=False, flatten=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from run_folders import RunFolder
 
@@ -37,9 +38,9 @@ def test_answers_stand_in_a_table_of_step_and_prompt(tmp_path: Path) -> None:
 
 
 def test_of_many_evaluations_some_answers_are_shown() -> None:
-    held = [evaluations.Held(k, 2.0, samples=[("a", f"{k}")]) for k in range(1, 401)]
+    held: list[Any] = [{"step": k, "eval_samples": [("a", f"{k}")]} for k in range(1, 401)]
     rows = evaluations.answers(held)
     assert len(rows) == evaluations.MOST_ROWS and rows[0] == ["1", "1"] and rows[-1][1] == "400"
-    assert evaluations.head([evaluations.Held(1, 2.0)]) == [] == evaluations.answers([])
-    (_, shown) = evaluations.head([evaluations.Held(1, 2.0, samples=[("x" * 500, "")])])
+    assert evaluations.head([{"step": 1, "eval_loss": 2.0}]) == [] == evaluations.answers([])
+    (_, shown) = evaluations.head([{"step": 1, "eval_samples": [("x" * 500, "")]}])
     assert shown == "x" * evaluations.MOST_OF_PROMPT + "…"

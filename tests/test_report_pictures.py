@@ -18,7 +18,8 @@ from browser import Browser, needs_chromium, open_report
 from PIL import Image
 from run_folders import RunFolder
 
-from rayapp.report import folder, render
+from rayapp.report import folder
+from rayapp.report import pages as written
 from rayapp.report.folder import ReportedRun
 from rayapp.storage import Storage, open_storage
 
@@ -61,10 +62,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     for file in (GOLDEN / "run").iterdir():
         (storage / "tiny").write(file.name, file.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(render.time, "time", lambda: 1_795_500_000.0)
-        patch.setattr(render, "version", lambda _: "0.1.0")
-        storage.write("run.html", render.run_page(named(storage / "tiny")))
-        storage.write("comparison.html", render.comparison_page(compared(storage)))
+        patch.setattr(written.time, "time", lambda: 1_795_500_000.0)
+        patch.setattr(written, "version", lambda _: "0.1.0")
+        storage.write("run.html", written.run_page(named(storage / "tiny")))
+        storage.write("comparison.html", written.comparison_page(compared(storage)))
     yield {name: f"file://{storage.url}/{name}.html" for name in ("run", "comparison")}
 
 

@@ -24,7 +24,7 @@ from rayapp.observe import status as statuses
 from rayapp.order import Order
 from rayapp.report import folder as report
 from rayapp.report import tables
-from rayapp.report.charts import of_run
+from rayapp.report.charts import charts_of
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -164,7 +164,7 @@ def test_the_value_of_ones_own_loss_is_shown(folder: Path) -> None:
     run = report.read(open_storage(specs[0].run_url))
     shown = {each.label: each.value for each in tables.headline(run)}
     assert shown["doubled"] == words.fixed(run.recent("own_loss"), 4) != words.UNKNOWN
-    charts = {each.id: each for each in of_run(run)}
+    charts = {each.id: each for each in charts_of([run])}
     assert charts["own-loss"].title == "train.loss, doubled" and "metric-0" in charts
 
 

@@ -228,7 +228,7 @@ def test_the_plan_is_shown_as_equations(folder: Path, images: Images) -> None:
 def test_figures_of_a_line_are_in_images() -> None:
     line = {"loss": 0.5, "images_per_s": 1234.0, "eval_loss": 0.25, "eval_top1": 0.9}
     assert driver_display.figures_of(line) == (
-        "loss 0.5000  1,234 images/s  held-out 0.2500  top-1 90.0%"
+        "loss 0.5000  images/s 1,234  held-out loss 0.2500  top-1 90 %"
     )
 
 

@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NotRequired, TypedDict
+from typing import Any
 
 from rayapp.cli.jobs import WHERE, command, handle_of, or_none
 from rayapp.config import Run, arguments
 from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
-from rayapp.observe.figures import OWN, figures
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.figures import figures, label
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
@@ -45,7 +44,7 @@ def runs(argv: list[str]) -> int:
     return Exit.DONE
 
 
-def _listed(storage: str | None, address: str | None) -> tuple[list[Listed], str]:
+def _listed(storage: str | None, address: str | None) -> tuple[list[dict[str, Any]], str]:
     """Return the runs, and where they were looked for.
 
     If neither is named, there may be no `runs` in this folder, and no cluster on this machine.
@@ -65,22 +64,23 @@ def _listed(storage: str | None, address: str | None) -> tuple[list[Listed], str
         return [], f"{os.getcwd()}/{Run().storage}, and no cluster at {cluster}"
 
 
-def _show(rows: list[Listed]) -> None:
+def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from rayapp.observe.console import Console
 
     table = Table(box=None, pad_edge=False)
-    losses = ["loss", *([OWN] if any(OWN in row["figures"] for row in rows) else [])]
-    for name in ("run", "status", "step", *losses, "cost", "seen", "by"):
+    own = label("own_loss")
+    names = ["step", "loss", *([own] if any(own in row["figures"] for row in rows) else []), "cost"]
+    for name in ("run", "status", *names, "seen", "by"):
         table.add_column(name, no_wrap=name in ("run", "status", "seen"))
     for row in rows:
-        seen, shown = row["updated_s"], row["figures"]
+        seen = row["updated_s"]
         cells = (
             row["run"].rpartition("/")[2],
             row["status"],
-            *(shown.get(name, UNKNOWN) for name in ("step", *losses, "cost")),
+            *(row["figures"].get(name, UNKNOWN) for name in names),
             UNKNOWN if seen is None else f"{clock(max(0.0, time.time() - seen))} ago",
             " ".join(filter(None, (row["user"], row["commit"]))),
         )
@@ -134,64 +134,39 @@ def status(argv: list[str]) -> int:
     return EXIT_CODES.get(state, Exit.DONE)
 
 
-class Listed(TypedDict):
-    """What --json prints of a run; the second half is there once it has begun."""
-
-    run: str
-    status: str
-    job: str | None
-    updated_s: float | None
-    reason: str | None
-    user: str | None
-    commit: str | None
-    figures: dict[str, str]
-    step: NotRequired[int]
-    num_steps: NotRequired[int | None]
-    left_s: NotRequired[float | None]
-    goodput: NotRequired[dict[str, float]]
-    wall_s: NotRequired[float]
-    cost_usd: NotRequired[float | None]
-    cost_at_end_usd: NotRequired[float | None]
-    line: NotRequired[MetricsLine | None]
-    activity: NotRequired[str | None]
-
-
-def _of_storage(root: Storage) -> list[Listed]:
+def _of_storage(root: Storage) -> list[dict[str, Any]]:
     """Return the runs of a folder, whatever clusters they ran on."""
-    folders = [root / name for name in root.dirs()]
+
+    def row(run: Storage) -> dict[str, Any] | None:
+        return _row(run.url, lambda: ((now := summary(run)).status, now))
+
     with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-        rows = list(pool.map(lambda run: _row(run.url, partial(_in_folder, run)), folders))
+        rows = list(pool.map(row, [root / name for name in root.dirs()]))
     return sorted(filter(None, rows), key=lambda row: row["updated_s"] or 0.0)
 
 
-def _in_folder(run: Storage) -> tuple[str, Progress | None]:
-    now = summary(run)
-    return now.status, now
-
-
-def _of_cluster(address: str | None) -> list[Listed]:
+def _of_cluster(address: str | None) -> list[dict[str, Any]]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import JobsClient
 
-    rows = list[Listed]()
+    rows: list[dict[str, Any]] = []
     for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
+        job = info.submission_id
         if url is None:
-            values = _values(info.storage or UNKNOWN, info.status.lower(), None)
-            values["reason"] = "its command line does not say which run of this folder it is"
-            rows.append({**values, "job": info.submission_id})
-            continue
-        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
+            row: dict[str, Any] | None = _values(info.storage or UNKNOWN, info.status.lower(), None)
+            why = {"reason": "its command line does not say which run of this folder it is"}
+        else:
+            row, why = _row(url, partial(_on_cluster, url, address, job)), {}
         if row is not None:
-            rows.append({**row, "job": info.submission_id})
+            rows.append({**row, **why, "job": job})
     return rows
 
 
-def _on_cluster(url: str, address: str | None, known: str) -> tuple[str, Progress | None]:
-    state, now, _ = Job(url, address, known).snapshot()
-    return state, now
+def _on_cluster(url: str, address: str | None, job: str) -> tuple[str, Progress | None]:
+    return Job(url, address, job).snapshot()[:2]
 
 
-def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Listed | None:
+def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
     """Return what is listed of a run, None of a folder without one.
 
     A run that cannot be read is listed with the reason, whatever that is, and hides no other.
@@ -204,32 +179,26 @@ def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> Li
         return {**_values(url, UNREADABLE, None), "reason": reason_of(error)}
 
 
-def _values(url: str, state: str, now: Progress | None) -> Listed:
-    """Return what --json prints of a run."""
-    values: Listed = {
-        "run": url,
-        "status": state,
+def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
+    """Return what --json prints of a run; the second half is there once it has begun."""
+    values: dict[str, Any] = {"run": url, "status": state}
+    if now is None:
+        empty = dict.fromkeys(("job", "updated_s", "reason", "user", "commit"))
+        return values | empty | {"figures": {}}
+    return values | {
         "job": None,
-        "updated_s": None,
-        "reason": None,
-        "user": None,
-        "commit": None,
-        "figures": figures(now) if now is not None else {},
+        "updated_s": now.updated_s,
+        "reason": now.reason,
+        "user": now.started.user,
+        "commit": now.started.commit,
+        "figures": figures(now),
+        "step": now.step,
+        "num_steps": now.num_steps,
+        "left_s": now.left_s,
+        "goodput": now.account.goodput,
+        "wall_s": now.account.wall_s,
+        "cost_usd": now.account.cost_usd,
+        "cost_at_end_usd": now.cost_at_end_usd,
+        "line": now.line,
+        "activity": now.activity.text(time.time()) if now.activity else None,
     }
-    if now is not None:
-        values |= {
-            "step": now.step,
-            "num_steps": now.num_steps,
-            "left_s": now.left_s,
-            "updated_s": now.updated_s,
-            "reason": now.reason,
-            "user": now.started.user,
-            "commit": now.started.commit,
-            "goodput": now.account.goodput,
-            "wall_s": now.account.wall_s,
-            "cost_usd": now.account.cost_usd,
-            "cost_at_end_usd": now.cost_at_end_usd,
-            "line": now.line,
-            "activity": now.activity.text(time.time()) if now.activity else None,
-        }
-    return values

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
@@ -182,7 +183,7 @@ def _done_already(run: Storage, ready: CheckedRun, console: Console, phases: Pha
     display.result(console, result)
     if changed := changed_data(run, ready.parts, done=True):
         fix = "To train on them, set another run.name, or another length and train.schedule_from"
-        console.print(f"[yellow]{display.plain(changed)}. {fix}[/yellow]", soft_wrap=True)
+        console.print(f"[yellow]{escape(changed)}. {fix}[/yellow]", soft_wrap=True)
     return result
 
 
@@ -220,7 +221,7 @@ def _to_the_end(
 ) -> RunResult:
     """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
-        console.print(f"[yellow]{display.plain(warning)}[/yellow]", soft_wrap=True)
+        console.print(f"[yellow]{escape(warning)}[/yellow]", soft_wrap=True)
     run, journal = command.run, command.journal
     with journal.command(ready.config, phases.started):
         with command.reserve:

@@ -7,24 +7,26 @@ LINE_EVERY_S seconds, and one for the last step.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
+from rayapp.observe.figures import label, shown, text
 from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
-from rayapp.observe.words import clock, formed
+from rayapp.observe.words import clock
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
 MOST_ITEMS = 3  # of a task
-RATES = {"token": "tok/s", "image": "images/s"}
+HELD_OUT = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 
 
 class ProgressBar:
@@ -72,7 +74,7 @@ class ProgressBar:
 
     def summary(self, line: MetricsLine) -> str:
         """Return how far the run is: its steps, loss and time left, without a line's details."""
-        loss = formed(line["loss"], ".4f")
+        loss = text("loss", line["loss"])
         return f"step {line['step']}/{self.num_steps}, loss {loss}{self._left(', ', line)}"
 
     def _left(self, before: str, line: MetricsLine) -> str:
@@ -93,7 +95,7 @@ class ProgressBar:
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""
-        self.console.print(plain(text), highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the bar and leave its last state on the screen."""
@@ -103,43 +105,27 @@ class ProgressBar:
 
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
-    unit = unit_of(line)
-    rate = formed(figure(line, unit.per_s), ",.0f", f" {RATES[unit.one]}")
-    figures = f"loss {formed(line['loss'], '.4f')}  "
-    if "loss_per_byte" in line:
-        figures += f"{formed(line['loss_per_byte'], '.4f')} nats/byte  "
-    if (own := figure(line, "own_loss")) is not None:
-        figures += f"train.loss {own:.4g}  "
-    figures += rate
-    if line.get("eval_loss") is not None:
-        figures += f"  held-out {formed(line['eval_loss'], '.4f')}"
-    if line.get("eval_top1") is not None:
-        figures += f"  top-1 {line['eval_top1']:.1%}"
-    return figures + own_metrics(line, "  ")
+    names = ("loss_per_byte", "own_loss", unit_of(line).per_s, "eval_loss", "eval_top1")
+    return _with_metrics(line, ("loss", *_known(line, names)), "  ")
 
 
 def held_out(held: HeldOut) -> str:
     """Format the held-out figures of a metrics line or of a result.
 
-    >>> held_out({"eval_loss": 1.5, "eval_loss_per_byte": 0.5})
-    '1.5000 nats/token = 0.5000 nats/byte'
-    >>> held_out({"eval_loss": 0.1, "eval_top1": 0.9675, "eval_top5": 1.0})
-    '0.1000 nats/image, top-1 96.75%, top-5 100.00%'
+    >>> held_out({"eval_loss": 1.5, "eval_top1": 0.9675, "eval_metrics": {"f1": 0.25}})
+    'held-out loss 1.5000, top-1 96.8 %, f1 0.25'
     """
-    if "eval_top1" in held:
-        return (
-            f"{held['eval_loss']:.4f} nats/image, top-1 {held['eval_top1']:.2%}, "
-            f"top-5 {held['eval_top5']:.2%}"
-        )
-    per_byte = formed(held["eval_loss_per_byte"], ".4f")
-    figures = f"{held['eval_loss']:.4f} nats/token = {per_byte} nats/byte"
-    return figures + own_metrics(held, ", ")
+    return _with_metrics(held, _known(held, HELD_OUT), ", ")
 
 
-def own_metrics(held: HeldOut, between: str) -> str:
-    """Format the figures of eval.metrics, each after `between`; empty if there are none."""
-    known = held.get("eval_metrics") or {}
-    return "".join(f"{between}{name} {formed(value, '.4g')}" for name, value in known.items())
+def _known(held: HeldOut, names: Sequence[str]) -> Sequence[str]:
+    return [name for name in names if figure(held, name) is not None]
+
+
+def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
+    """Format figures, and those of eval.metrics."""
+    own = held.get("eval_metrics") or {}
+    return between.join([shown(held, *names, between=between), *(shown(own, name) for name in own)])
 
 
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
@@ -149,7 +135,7 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
     for row in rows(results):
-        table.add_row(*map(plain, row))
+        table.add_row(*map(Text, row))
     console.print(table)
     for _, _, answered in answers(results):
         for item in answered[:MOST_ITEMS]:
@@ -162,46 +148,38 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
 
 def result(console: Console, result: RunResult) -> None:
     """Print the run's result and the folders of its files and model."""
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     if result.get("eval_loss") is not None:
-        console.print(f"held-out loss {held_out(result)}", highlight=False, soft_wrap=True)
+        say(held_out(result))
     if result.get("tasks"):
         tasks(console, result["tasks"])
-    for prompt, text in result.get("samples", []):
+    for prompt, answer in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
-        console.print(f"[bold]{plain(prompt)}[/bold]{plain(text)}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble((prompt, "bold"), answer), soft_wrap=True)
         console.rule(style="dim")
-    goodput = ", ".join(
-        f"{cause} {share:.0%}"
-        for cause, share in result.get("goodput", {}).items()
-        if share >= 0.005
-    )
+    shares = result.get("goodput", {}).items()
+    goodput = ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005)
     unit = unit_of(result)
     rate = figure(result, unit.per_s)
-    speed = f", {rate:,.0f} {unit.many}/s" if rate else ""
-    console.print(
-        f"{result['status']} after {result['steps']:,} steps in {clock(result['wall_s'])}"
-        f"{speed} ({goodput})",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    speed = f", {text(unit.per_s, rate)} {label(unit.per_s)}" if rate else ""
+    steps = f"{result['status']} after {result['steps']:,} steps"
+    say(f"{steps} in {clock(result['wall_s'])}{speed} ({goodput})")
     if result.get("reason"):
-        console.print(result["reason"], highlight=False, markup=False, soft_wrap=True)
+        say(result["reason"])
     checkpoint = result.get("checkpoint")
-    stall_s = checkpoint["stall_s"] if checkpoint else None
-    best_s = checkpoint["best_every_s"] if checkpoint else None
-    if stall_s is not None and best_s is not None:
-        console.print(
-            f"a checkpoint stalled {1000 * stall_s:.0f} ms; at the assumed failure rate one every "
-            f"{clock(best_s)} costs the least",
-            highlight=False,
-            soft_wrap=True,
+    if checkpoint and checkpoint["stall_s"] is not None and checkpoint["best_every_s"] is not None:
+        say(
+            f"a checkpoint stalled {1000 * checkpoint['stall_s']:.0f} ms; at the assumed failure "
+            f"rate one every {clock(checkpoint['best_every_s'])} costs the least"
         )
-    lines = [f"results in {result['run']}"]
+    say(f"results in {result['run']}")
     if result.get("model_path"):
-        lines.append(f"model in {result['model_path']}")
-    for line in [*lines, *next_steps(result)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(f"model in {result['model_path']}")
+    for line in next_steps(result):
+        say(line)
 
 
 def next_steps(result: RunResult) -> list[str]:
@@ -218,8 +196,3 @@ def next_steps(result: RunResult) -> list[str]:
     if result.get("model_path") and unit_of(result) == TOKENS:
         lines.append(f"      rayapp generate {run}")
     return lines
-
-
-def plain(text: str) -> str:
-    """Escape text so that rich prints it literally."""
-    return text.replace("[", r"\[")

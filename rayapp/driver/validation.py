@@ -103,7 +103,7 @@ class Validator:
         except (ray.exceptions.RayError, OSError) as error:  # e.g. the checkpoint was deleted first
             logger.warning("a checkpoint was not validated: %s", last_line(error))
             return
-        self._say(f"checkpoint of step {line['step']}: held-out {held_out(line)}")
+        self._say(f"checkpoint of step {line['step']}: {held_out(line)}")
 
 
 def _validate(spec: AnySpec, name: str, step: int) -> Validation:

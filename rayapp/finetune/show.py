@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
-from rayapp.driver.display import plain
 from rayapp.finetune.ends import NO_END
 from rayapp.observe.records import Rendered
 from rayapp.order import Order
@@ -66,9 +66,9 @@ def plan(
     if notes := report.get("notes"):
         lines["noted"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
     for label, text in (*lines.items(), *(("by name", text) for text in by_name)):
-        console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{label:14}[/bold] {escape(text)}", highlight=False, soft_wrap=True)
         if label == "model" and (warning := random_weights(config)):
-            console.print(f"{'':14} [yellow]{plain(warning)}[/yellow]", soft_wrap=True)
+            console.print(f"{'':14} [yellow]{escape(warning)}[/yellow]", soft_wrap=True)
 
 
 def _ways(config: Config, prepared: Prepared, order: Order) -> dict[str, str]:
@@ -101,7 +101,7 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
         if names:
             console.print(
                 f"[bold]{'not used':14}[/bold] "
-                f"[yellow]{plain(path)} has columns that are left out: {plain(', '.join(names))}"
+                f"[yellow]{escape(path)} has columns that are left out: {escape(', '.join(names))}"
                 "[/yellow]",
                 highlight=False,
                 soft_wrap=True,
@@ -111,7 +111,7 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
 def ends(console: Console, lines: list[str]) -> None:
     """Print what ends answers and generations, and in colour what ends none."""
     for line in lines:
-        text = f"[yellow]{plain(line)}[/yellow]" if NO_END in line else plain(line)
+        text = f"[yellow]{escape(line)}[/yellow]" if NO_END in line else escape(line)
         console.print(f"[bold]{'ends':14}[/bold] {text}", highlight=False, soft_wrap=True)
 
 
@@ -121,8 +121,8 @@ def records(console: Console, rendered: list[Rendered]) -> None:
         for document in each["documents"][:1]:
             text = "".join(part.join(MARKS) if loss else part for part, loss in document)
             console.print(
-                f"[bold]{'rendered':14}[/bold] {plain(each['path'])}, with loss in {MARKS[0]} "
-                f"{MARKS[1]}: {plain(text)}",
+                f"[bold]{'rendered':14}[/bold] {escape(each['path'])}, with loss in {MARKS[0]} "
+                f"{MARKS[1]}: {escape(text)}",
                 highlight=False,
                 soft_wrap=True,
             )

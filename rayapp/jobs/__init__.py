@@ -12,11 +12,9 @@ client.py      submit, list, follow and stop jobs over Ray's Jobs API
 submission.py  send a run to a cluster, and read and write its submission.json
 handle.py      submit, Job
 find.py        job, runs
-steps.py       the steps of a run as they come
 remote.py      the jobs of a run on the user's cluster
-results.py     read a run's config and result from its folder
-page.py        the live view as HTML, for notebooks
-widget.py      its buttons, where ipywidgets is installed
+results.py     read a run's config, steps and result from its folder
+notebook.py    the live view as HTML, with buttons where ipywidgets is installed
 terminal.py    the live view in a terminal
 """
 

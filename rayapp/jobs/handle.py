@@ -18,8 +18,14 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.results import Result, config_of, dataframe_of, own_config_of, result_of
-from rayapp.jobs.steps import LiveSteps
+from rayapp.jobs.results import (
+    LiveSteps,
+    Result,
+    config_of,
+    dataframe_of,
+    own_config_of,
+    result_of,
+)
 from rayapp.jobs.submission import Again, changed, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
@@ -321,13 +327,13 @@ class Job:
         a thread goes on drawing; with `block` it waits as in a terminal. KeyboardInterrupt ends
         the view, not the run, and is raised again, so that a notebook runs no further cell.
         """
-        from rayapp.jobs import page, terminal
+        from rayapp.jobs import notebook, terminal
 
-        if not page.in_notebook():
+        if not notebook.in_notebook():
             return terminal.show(self, every_s)
         if block:
-            return page.show(self, every_s)
-        page.show_on(self._again, every_s)
+            return notebook.show(self, every_s)
+        notebook.show_on(self._again, every_s)
         return None
 
     def _again(self) -> Job:
@@ -336,7 +342,8 @@ class Job:
 
     def steps(self, every_s: float = POLL_S) -> LiveSteps:
         """Return the lines of metrics.jsonl as they come, for `for` and `async for`."""
-        return LiveSteps(self._again(), every_s)
+        job = self._again()
+        return LiveSteps(job.run, job.status, every_s)
 
     def __await__(self) -> Generator[Any, None, str]:
         """`await job` waits until the run has ended and returns its status."""
@@ -349,6 +356,6 @@ class Job:
         return report.write(self.run, out)
 
     def _repr_html_(self) -> str:
-        from rayapp.jobs import page
+        from rayapp.jobs import notebook
 
-        return page.drawn(self)[1]
+        return notebook.drawn(self)[1]

@@ -1,22 +1,27 @@
-"""Read a run's config and result from its folder."""
+"""Read a run's config, steps and result from its folder."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
 from rayapp.observe import metrics
+from rayapp.observe.columns import Follower
 from rayapp.observe.metrics import ImageRecord, TokenRecord
 from rayapp.observe.plain import escaped
 from rayapp.observe.records import MetricsLine
-from rayapp.observe.run_folder import CHECKPOINTS, CONFIG
+from rayapp.observe.run_folder import CHECKPOINTS, CONFIG, EXIT_CODES
 from rayapp.observe.status import read_asked, read_result, read_sections
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
     import pandas
 
+STEPS_AT_ONCE = 500  # lines of metrics.jsonl
 SHOWN = ("status", "steps", "loss", "eval_loss", "eval_metrics", "wall_s", "cost_usd", "model_path")
 
 
@@ -113,6 +118,45 @@ class Result(dict[str, Any]):
             if self.get(name) is not None
         )
         return f"<table>{rows}</table>"
+
+
+class LiveSteps:
+    """Iterate over the lines of metrics.jsonl until the run has ended.
+
+    Steps that a recovery does again come again. Each iteration begins with the first step.
+    """
+
+    def __init__(self, run: Storage, status: Callable[[], str], every_s: float) -> None:
+        self._run, self._status, self._every_s = run, status, every_s
+
+    def _parts(self) -> Iterator[list[MetricsLine]]:
+        """Yield further lines; an empty list if there are none yet."""
+        followed, done = Follower(self._run), 0
+        while True:
+            ended = self._status() in EXIT_CODES  # asked before the lines are read
+            done = min(done, followed.poll())
+            stop = min(len(followed.steps), done + STEPS_AT_ONCE)
+            if stop > done:
+                yield followed.lines(done, stop)
+            elif ended:
+                return
+            else:
+                yield []
+            done = stop
+
+    def __iter__(self) -> Iterator[MetricsLine]:
+        for lines in self._parts():
+            yield from lines
+            if not lines:
+                time.sleep(self._every_s)
+
+    async def __aiter__(self) -> AsyncIterator[MetricsLine]:
+        parts = self._parts()
+        while (lines := await asyncio.to_thread(next, parts, None)) is not None:
+            for line in lines:
+                yield line
+            if not lines:
+                await asyncio.sleep(self._every_s)
 
 
 def dataframe_of(run: Storage) -> pandas.DataFrame:

@@ -1,30 +1,49 @@
-"""The live view of a run in a terminal."""
+"""The live view of a run in a terminal, and what a live view needs of a run's handle."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayapp.jobs.page import points
 from rayapp.observe.columns import Columns
 from rayapp.observe.console import Console
 from rayapp.observe.figures import by_source, figures, share_of_waiting
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
-
-if TYPE_CHECKING:
-    from rayapp.jobs.handle import Job
+from rayapp.report.chart import means
+from rayapp.storage import Storage
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
 
 
-def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
+class Watched(Protocol):
+    """A handle of a run, as the live views use it: a `rayapp.jobs.handle.Job`."""
+
+    run: Storage
+
+    @property
+    def name(self) -> str: ...
+
+    def snapshot(self) -> tuple[str, Progress | None, Columns]: ...
+
+    def reason(self) -> str | None: ...
+
+    def logs(self) -> str: ...
+
+    def stop(self, wait_s: float) -> str: ...
+
+    def resume(self, *, say: Callable[[str], None]) -> object: ...
+
+
+def show(job: Watched, every_s: float = 2.0, console: Console | None = None) -> str:
     """Redraw the view every `every_s` seconds until the run has ended; return the status."""
     console = console or Console()
     try:
@@ -49,14 +68,10 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
     if now is not None:
         done = min(COLUMNS, round(COLUMNS * now.step / now.num_steps)) if now.num_steps else 0
         parts.append(Text.assemble(("━" * done, "green"), ("━" * (COLUMNS - done), "dim")))
-        table = Table.grid(padding=(0, 2))
-        values = figures(now)
-        for _ in range(5):
-            table.add_column()
-        names = list(values)
-        for start in range(0, len(names), 5):
-            row = names[start : start + 5]
-            table.add_row(*(Text.assemble((f"{n} ", "dim"), values[n]) for n in row))
+        table, cells = Table.grid(padding=(0, 2)), list(figures(now).items())
+        for start in range(0, len(cells), 5):
+            row = cells[start : start + 5]
+            table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in row))
         parts.append(table)
         parts += map(Text, by_source(now))
         if now.activity is not None and now.activity.phase:
@@ -64,8 +79,9 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
         if now.reason:
             parts.append(Text(now.reason))
     if len(steps):
-        losses = [value for _, value in points(steps, "loss", COLUMNS)]
-        parts.append(Text(f"loss {spark(losses)}"))
+        loss = steps["loss"]
+        losses = means({"loss": loss[~np.isnan(loss)]}, {}, COLUMNS // 2)["loss"]
+        parts.append(Text(f"loss {spark(losses.tolist())}"))
         parts.append(Text(share_of_waiting(steps), style="dim"))
     return Group(*parts)
 

@@ -1,22 +1,25 @@
-"""The charts of a report: their points, lines, planned figures, and a summary in words.
+"""The charts of a report: their points, lines and planned figures.
 
-charts = of_run(run)           # or of_runs([one, another])
+charts = charts_of([run])      # or of several runs
 charts[0].spec()               # what page.js draws
 charts[0].rows                 # the same as a table, for those who do not see it
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.columns import Array
+from rayapp.observe.figures import label
 from rayapp.observe.records import band_of
 from rayapp.report.chart import (
     AREA,
+    BUCKETS,
     BYTE,
     DOTS,
     FAINT,
@@ -27,18 +30,16 @@ from rayapp.report.chart import (
     ChartLine,
     Mark,
     Points,
+    means,
+    plain,
+    thin,
 )
 from rayapp.report.comparison import groups
-from rayapp.report.curves import BUCKETS, means, plain, thin
 from rayapp.report.folder import ReportedRun
-from rayapp.report.held_charts import held_charts, held_points
 
 LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
-LOSS_AXES = {
-    "token": {TOKEN: "loss, nats per token", BYTE: "loss, nats per byte"},
-    "image": {TOKEN: "loss, nats per image"},
-}
 PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
+TOPS = ("eval_top1", "eval_top5")
 STALLS = {
     "data wait": "data_wait_s",
     "checkpoint stall": "checkpoint_stall_s",
@@ -46,68 +47,55 @@ STALLS = {
 }
 
 
-def of_run(run: ReportedRun) -> list[Chart]:
-    """Return the charts of one run that have something to draw."""
-    charts = [
-        _loss([run], [0]),
-        _own_loss([run]),
-        *held_charts([run], [0]),
-        _step_time(run),
-        _throughput([run]),
-        _memory(run),
-        _gradient([run]),
-        _rate([run]),
-    ]
-    return _laid_out(charts)
+def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Return the charts of one or several runs, overlaid, that have something to draw.
 
-
-def of_runs(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Return the charts of several runs, overlaid; losses only of runs that are comparable."""
-    charts = []
-    every = groups(runs)
-    for group in every:
-        of_group = [_loss(runs, group.places), *held_charts(runs, group.places)]
-        if len(every) > 1:
-            of_group = [
-                replace(
-                    chart, id=f"{chart.id}-{group.name}", title=f"{chart.title}, group {group.name}"
-                )
-                for chart in of_group
-            ]
-        charts += of_group
-    memory = _overlaid(runs, "memory", "Memory of rank 0", "GiB", "peak_gib", zero=True)
-    charts.append(_own_loss(runs))
-    return _laid_out([*charts, _throughput(runs), memory, _gradient(runs), _rate(runs)])
-
-
-def _laid_out(charts: Sequence[Chart]) -> list[Chart]:
-    """Return the charts that are not empty, wide ones first; of an odd number of others, the last
-    is wide too.
+    Losses are drawn together only of runs that are comparable.
     """
+    charts: list[Chart] = []
+    every, alone = groups(runs), len(runs) == 1
+    for group in every:
+        for chart in _of_losses(runs, group.places):
+            id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
+            charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
+    memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
+    charts += [
+        _own_loss(runs),
+        *([_step_time(runs[0])] if alone else []),
+        _throughput(runs),
+        _memory(runs[0]) if alone else memory,
+        _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
+        _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
+    ]
+    # Wide charts first; of an odd number of others, the last is wide too.
     drawn = sorted((chart for chart in charts if not chart.empty), key=lambda chart: not chart.wide)
     if sum(not chart.wide for chart in drawn) % 2:
         drawn[-1] = replace(drawn[-1], wide=True)
     return drawn
 
 
-def points(run: ReportedRun, columns: dict[str, Array], buckets: int = BUCKETS) -> Points:
-    """Return the points to draw of some columns, with their steps, counts and seconds."""
-    indices = thin(list(columns.values()), buckets)
-    drawn = {**_places(run), **columns}
-    return {name: plain(values[indices]) for name, values in drawn.items()}
+# ---- Points and lines -------------------------------------------------------------------------
 
 
-def mean_points(run: ReportedRun, columns: dict[str, Array]) -> Points:
-    """Return the points that the page smooths: means of some columns, with their places."""
-    places = _places(run)
-    averaged, placed = means(list(columns.values()), list(places.values()))
-    named = zip([*places, *columns], [*placed, *averaged], strict=True)
-    return {name: plain(values) for name, values in named}
-
-
-def _places(run: ReportedRun) -> dict[str, Array]:
+def _across(run: ReportedRun) -> dict[str, Array]:
     """Return what can be drawn across: the x axis."""
     return {"step": run.columns["step"], run.unit.many: run.counted, "seconds": run.seconds}
+
+
+def _points(run: ReportedRun, columns: Mapping[str, Array], buckets: int = BUCKETS) -> Points:
+    """Return the points to draw of some columns."""
+    kept = thin(list(columns.values()), buckets)
+    return {name: plain(values[kept]) for name, values in {**_across(run), **columns}.items()}
+
+
+def _held_points(run: ReportedRun, columns: Mapping[str, Array]) -> Points:
+    """Return the points of held-out figures, by column: one value for each evaluation."""
+    steps = run.held_values("step")
+    places = np.searchsorted(run.columns["step"], steps, side="right")
+    across = {
+        name: np.concatenate([[0.0], values])[places] for name, values in _across(run).items()
+    }
+    return {name: plain(each) for name, each in {**across, "step": steps, **columns}.items()}
 
 
 def _smoothed(
@@ -119,169 +107,8 @@ def _smoothed(
         ChartLine(faint, f"{place}", names, place, FAINT, run=place),
         ChartLine(label, f"{place}-mean", names, place, SMOOTH, dash=place, run=place),
     ]
-    return lines, {f"{place}": points(run, columns), f"{place}-mean": mean_points(run, columns)}
-
-
-def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
-    """Return the chart of the losses of the runs at `places`."""
-    every: dict[str, Points] = {}
-    lines: list[ChartLine] = []
-    alone, unit = len(runs) == 1, runs[0].unit.one
-    for place in places:
-        run = runs[place]
-        label = "" if alone else f"{run.name} "
-        own, drawn = _smoothed(
-            run, place, LOSSES[unit], f"{label}train", "each step" if alone else ""
-        )
-        every |= drawn | {f"{place}-held": held_points(run)}
-        lines += own
-        if run.held:
-            y = {key: f"eval_{name}" for key, name in LOSSES[unit].items()}
-            color = place + 1 if alone else place
-            lines.append(ChartLine(f"{label}held out", f"{place}-held", y, color, DOTS, run=place))
-    summary = "; ".join(_trend(runs[place], "loss", "training loss", alone) for place in places)
-    if alone and runs[0].held:
-        summary += f"; held-out loss {words.fixed(runs[0].held[-1].loss, 4)}"
-    return Chart(
-        "loss",
-        "Loss",
-        "",
-        LOSS_AXES[unit],
-        lines,
-        every,
-        summary,
-        log=True,
-        wide=True,
-        note=_loss_note(runs[0]) if alone else "",
-    )
-
-
-def _loss_note(run: ReportedRun) -> str:
-    """Say how many steps are not finite or were skipped, and why held-out loss may be lower."""
-    parts = []
-    recent = run.recent("loss")
-    if run.held and recent is not None and run.held[-1].loss < recent:
-        parts.append(
-            "Held-out loss is measured with the newest weights and without dropout; the training "
-            "loss is a mean over earlier steps, so it can be higher."
-        )
-    missing = int(np.isnan(run.columns["loss"]).sum())
-    if missing:
-        parts.append(f"{missing:,} steps have a loss that is not finite.")
-    skipped = int(np.nansum(run.columns["skipped"]))
-    if skipped:
-        parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
-    return " ".join(parts)
-
-
-def _throughput(runs: Sequence[ReportedRun]) -> Chart:
-    unit = runs[0].unit
-    chart = _overlaid(runs, "throughput", "Throughput", f"{unit.many}/s", unit.per_s, zero=True)
-    if len(runs) == 1:
-        chart.marks.extend(_planned(runs[0], unit.per_s))
-    return chart
-
-
-def _memory(run: ReportedRun) -> Chart:
-    marks = _planned(run, "peak_gib")
-    capacity = run.plan.get("capacity_gib")
-    if capacity:
-        marks.append(Mark("a GPU has", capacity, capacity, capacity))
-    highest = words.number(run.highest("peak_gib"))
-    summary = f"Most memory that rank 0 held in each phase of a step; {highest} GiB at most"
-    columns = {name: run.columns[name] for name in PHASES.values()}
-    lines = [
-        ChartLine(label, "0", {TOKEN: name}, place, LINE, dash=place)
-        for place, (label, name) in enumerate(PHASES.items())
-    ]
-    every = {"0": points(run, columns, BUCKETS // 2)}
-    axis = {TOKEN: "memory of rank 0, GiB"}
-    return Chart("memory", "Memory by phase", "GiB", axis, lines, every, summary, marks, zero=True)
-
-
-def _step_time(run: ReportedRun) -> Chart:
-    """Return the chart of a step's parts, stacked: each second of a step is in one of them."""
-    stalls = {label: np.nan_to_num(run.columns[name]) for label, name in STALLS.items()}
-    whole = np.nan_to_num(run.columns["step_s"])
-    rest = np.maximum(whole - sum(stalls.values(), np.zeros_like(whole)), 0.0)
-    columns = {"computing": rest, **stalls}
-    lines = [
-        ChartLine(label, "0", {TOKEN: label}, place, AREA)
-        for place, label in enumerate(columns)
-        if label == "computing" or columns[label].any()
-    ]
-    total_s = float(whole.sum())
-    shares = [f"{label} {words.share(float(s.sum()) / total_s)}" for label, s in stalls.items()
-              if total_s and s.any()]  # fmt: skip
-    summary = f"Seconds of each step: {', '.join(shares) or 'nothing but the step itself'}"
-    top, note = _first_steps(run, whole)
-    return Chart(
-        "step-time",
-        "Time of a step, by what took it",
-        "s",
-        {TOKEN: "time of a step, s"},
-        lines,
-        {"0": points(run, columns, BUCKETS // 2)},
-        summary,
-        _planned(run, "step_s"),
-        zero=True,
-        wide=True,
-        top=top,
-        note=note,
-    )
-
-
-def _first_steps(run: ReportedRun, whole: Array) -> tuple[float | None, str]:
-    """Return the longest step but for the first of each attempt, and a note if those are longer."""
-    first = np.concatenate([[True], np.diff(run.columns["attempt"]) != 0])[: len(whole)]
-    if first.all() or whole[first].max() <= 2 * whole[~first].max():
-        return None, ""
-    longest = f"{words.duration(float(whole[first].max()))}"
-    text = f"The first step of an attempt, {longest} at most, goes beyond the top of the chart."
-    return float(whole[~first].max()), text
-
-
-def _own_loss(runs: Sequence[ReportedRun]) -> Chart:
-    """Return the chart of train.loss, which is empty if no run has one."""
-    names = {run.own_loss for run in runs} - {""}
-    return _overlaid(runs, "own-loss", f"train.loss, {' and '.join(sorted(names))}", "", "own_loss")
-
-
-def _gradient(runs: Sequence[ReportedRun]) -> Chart:
-    return _overlaid(runs, "gradient", "Gradient norm", "", "grad_norm", log=True)
-
-
-def _rate(runs: Sequence[ReportedRun]) -> Chart:
-    return _overlaid(runs, "rate", "Learning rate", "", "lr", zero=True, exact=True)
-
-
-def _overlaid(
-    runs: Sequence[ReportedRun],
-    id: str,
-    title: str,
-    unit: str,
-    column: str,
-    *,
-    zero: bool = False,
-    log: bool = False,
-    exact: bool = False,
-) -> Chart:
-    """Return a chart with one smoothed line per run; with `exact` or of `peak_gib`, unsmoothed."""
-    every, lines = {}, []
-    alone = len(runs) == 1
-    for place, run in enumerate(runs):
-        label = title.lower() if alone else run.name
-        if exact or column == "peak_gib":
-            every[f"{place}"] = points(run, {column: run.columns[column]})
-            y = {TOKEN: column}
-            lines.append(ChartLine(label, f"{place}", y, place, LINE, dash=place, run=place))
-            continue
-        own, drawn = _smoothed(run, place, {TOKEN: column}, label, "each step" if alone else "")
-        lines += own
-        every |= drawn
-    summary = "; ".join(_trend(run, column, title.lower(), alone) for run in runs)
-    axis = {TOKEN: f"{title.lower()}, {unit}" if unit and unit not in title else title.lower()}
-    return Chart(id, title, unit, axis, lines, every, summary, zero=zero, log=log)
+    averages = {name: plain(each) for name, each in means(columns, _across(run)).items()}
+    return lines, {f"{place}": _points(run, columns), f"{place}-mean": averages}
 
 
 def _planned(run: ReportedRun, name: str) -> list[Mark]:
@@ -290,16 +117,165 @@ def _planned(run: ReportedRun, name: str) -> list[Mark]:
     return [Mark("plan", band["value"], band["low"], band["high"])] if band else []
 
 
-def _trend(run: ReportedRun, column: str, what: str, alone: bool) -> str:
-    """Say a column's first and last value, and at which steps."""
-    values = run.columns[column]
-    known = np.flatnonzero(~np.isnan(values))
-    name = "" if alone else f"{run.name}: "
-    if not len(known):
-        return f"{name}{what} {words.UNKNOWN}"
-    first, last = known[0], known[-1]
-    steps = run.columns["step"]
-    return (
-        f"{name}{what} from {words.number(float(values[first]))} at step {steps[first]:,.0f} "
-        f"to {words.number(float(values[last]))} at step {steps[last]:,.0f}"
+def _overlaid(
+    runs: Sequence[ReportedRun],
+    id: str,
+    title: str,
+    column: str,
+    unit: str = "",
+    *,
+    zero: bool = False,
+    log: bool = False,
+    exact: bool = False,
+) -> Chart:
+    """Return a chart with one line per run: smoothed, or with `exact` each step as it is."""
+    every: dict[str, Points] = {}
+    lines: list[ChartLine] = []
+    alone, what = len(runs) == 1, title.lower()
+    for place, run in enumerate(runs):
+        named = what if alone else run.name
+        if exact:
+            own = [ChartLine(named, f"{place}", {TOKEN: column}, place, dash=place, run=place)]
+            drawn = {f"{place}": _points(run, {column: run.columns[column]})}
+        else:
+            faint = "each step" if alone else ""
+            own, drawn = _smoothed(run, place, {TOKEN: column}, named, faint)
+        lines += own
+        every |= drawn
+    axis = {TOKEN: f"{what}, {unit}" if unit else what}
+    return Chart(id, title, unit, axis, lines, every, zero=zero, log=log)
+
+
+# ---- Each chart -------------------------------------------------------------------------------
+
+
+def _of_losses(runs: Sequence[ReportedRun], places: Sequence[int]) -> list[Chart]:
+    """Return the charts of the runs at `places` that a comparison of unlike data must not mix.
+
+    These are the loss, the accuracy on images, and a chart of each of the user's own metrics.
+    """
+    own = dict.fromkeys(
+        name for at in places for line in runs[at].held for name in line.get("eval_metrics") or ()
     )
+    charts = [_loss(runs, places)]
+    if runs[0].unit is IMAGES:
+        columns, axis = {name: label(name) for name in TOPS}, "share of images, 0-1"
+        charts.append(_held(runs, places, "accuracy", "Held-out accuracy", axis, columns))
+    for number, name in enumerate(own):
+        chart = _held(runs, places, f"metric-{number}", name, name, {"value": name})
+        note = "A function of eval.metrics, or train.loss, on the held-out data."
+        charts.append(replace(chart, note=note))
+    return charts
+
+
+def _held(
+    runs: Sequence[ReportedRun],
+    places: Sequence[int],
+    id: str,
+    title: str,
+    axis: str,
+    columns: Mapping[str, str],
+) -> Chart:
+    """Return a chart of the accuracy, or of the user's own metric, `columns` by their labels."""
+    every, lines, alone, own = {}, [], len(runs) == 1, "value" in columns
+    for at in places:
+        run = runs[at]
+        values = {name: run.held_values(columns[name] if own else name, own) for name in columns}
+        every[f"{at}"] = _held_points(run, values)
+        for number, (name, what) in enumerate(columns.items()):
+            parts = [*([] if alone else [run.name]), *([] if own else [what])]
+            named, color = " ".join(parts) or "held out", number if alone else at
+            lines.append(ChartLine(named, f"{at}", {TOKEN: name}, color, DOTS, number, at))
+    return Chart(id, title, "", {TOKEN: axis}, lines, every, zero=not own)
+
+
+def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
+    """Return the chart of the losses of the runs at `places`."""
+    every: dict[str, Points] = {}
+    lines: list[ChartLine] = []
+    alone, unit = len(runs) == 1, runs[0].unit.one
+    held = {key: f"eval_{name}" for key, name in LOSSES[unit].items()}
+    for at in places:
+        run = runs[at]
+        name = "" if alone else f"{run.name} "
+        own, drawn = _smoothed(run, at, LOSSES[unit], f"{name}train", "each step" if alone else "")
+        columns = {column: run.held_values(column) for column in held.values()}
+        every |= drawn | {f"{at}-held": _held_points(run, columns)}
+        lines += own
+        if run.held:
+            color = at + 1 if alone else at
+            lines.append(ChartLine(f"{name}held out", f"{at}-held", held, color, DOTS, run=at))
+    axis = {key: f"loss, nats per {key if unit == 'token' else unit}" for key in LOSSES[unit]}
+    note = _loss_note(runs[0]) if alone else ""
+    return Chart("loss", "Loss", "", axis, lines, every, log=True, wide=True, note=note)
+
+
+def _loss_note(run: ReportedRun) -> str:
+    """Say how many steps are not finite or were skipped, and why held-out loss may be lower."""
+    parts = []
+    recent = run.recent("loss")
+    if run.held and recent is not None and (run.held[-1]["eval_loss"] or 0.0) < recent:
+        parts.append(
+            "Held-out loss is measured with the newest weights and without dropout; the training "
+            "loss is a mean over earlier steps, so it can be higher."
+        )
+    if missing := int(np.isnan(run.columns["loss"]).sum()):
+        parts.append(f"{missing:,} steps have a loss that is not finite.")
+    if skipped := int(np.nansum(run.columns["skipped"])):
+        parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
+    return " ".join(parts)
+
+
+def _own_loss(runs: Sequence[ReportedRun]) -> Chart:
+    """Return the chart of train.loss, which is empty if no run has one."""
+    names = {run.own_loss for run in runs} - {""}
+    return _overlaid(runs, "own-loss", f"train.loss, {' and '.join(sorted(names))}", "own_loss")
+
+
+def _throughput(runs: Sequence[ReportedRun]) -> Chart:
+    unit = runs[0].unit
+    chart = _overlaid(runs, "throughput", "Throughput", unit.per_s, f"{unit.many}/s", zero=True)
+    if len(runs) == 1:
+        chart.marks.extend(_planned(runs[0], unit.per_s))
+    return chart
+
+
+def _memory(run: ReportedRun) -> Chart:
+    marks = _planned(run, "peak_gib")
+    if capacity := run.plan.get("capacity_gib"):
+        marks.append(Mark("a GPU has", capacity, capacity, capacity))
+    lines = [
+        ChartLine(phase, "0", {TOKEN: name}, place, LINE, dash=place)
+        for place, (phase, name) in enumerate(PHASES.items())
+    ]
+    columns = {name: run.columns[name] for name in PHASES.values()}
+    every, axis = {"0": _points(run, columns, BUCKETS // 2)}, {TOKEN: "memory of rank 0, GiB"}
+    return Chart("memory", "Memory by phase", "GiB", axis, lines, every, marks, zero=True)
+
+
+def _step_time(run: ReportedRun) -> Chart:
+    """Return the chart of a step's parts, stacked: each second of a step is in one of them."""
+    stalls = {name: np.nan_to_num(run.columns[column]) for name, column in STALLS.items()}
+    whole = np.nan_to_num(run.columns["step_s"])
+    rest = np.maximum(whole - sum(stalls.values(), np.zeros_like(whole)), 0.0)
+    columns = {"computing": rest, **stalls}
+    lines = [
+        ChartLine(name, "0", {TOKEN: name}, place, AREA)
+        for place, name in enumerate(columns)
+        if name == "computing" or columns[name].any()
+    ]
+    every, title = {"0": _points(run, columns, BUCKETS // 2)}, "Time of a step, by what took it"
+    marks, axis = _planned(run, "step_s"), {TOKEN: "time of a step, s"}
+    top, note = _first_steps(run, whole)
+    chart = Chart("step-time", title, "s", axis, lines, every, marks, top=top, note=note)
+    return replace(chart, zero=True, wide=True)
+
+
+def _first_steps(run: ReportedRun, whole: Array) -> tuple[float | None, str]:
+    """Return the longest step but for the first of each attempt, and a note if those are longer."""
+    first = np.concatenate([[True], np.diff(run.columns["attempt"]) != 0])[: len(whole)]
+    if first.all() or whole[first].max() <= 2 * whole[~first].max():
+        return None, ""
+    longest = words.duration(float(whole[first].max()))
+    note = f"The first step of an attempt, {longest} at most, goes beyond the top of the chart."
+    return float(whole[~first].max()), note

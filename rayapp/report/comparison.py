@@ -6,16 +6,16 @@ settings(one)                   # the fields of its config that are not at their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from operator import attrgetter, methodcaller
+from typing import Any
 
 from rayapp.config import KINDS, Config
-from rayapp.config.fields import IMAGES
-from rayapp.config.text import flatten
-from rayapp.observe import words
-from rayapp.observe.goodput import STARTED
-from rayapp.observe.records import EventFields
+from rayapp.config.fields import IMAGES, Unit
+from rayapp.config.text import flatten, shown
+from rayapp.observe.figures import label, text
 from rayapp.observe.words import UNKNOWN
 from rayapp.order import fingerprint
 from rayapp.report.folder import ReportedRun
@@ -27,6 +27,8 @@ OF_DATA = (
 )
 TOKENIZER = "tokenizer"
 OWN = ("run.name", "run.storage")  # not compared: they differ between any two runs
+# Figures that are compared within groups of runs with the same data and tokenizer.
+OF_GROUPS = ("eval_loss", "eval_loss_per_byte", "eval_top1", "training loss")
 
 
 @dataclass(frozen=True)
@@ -81,23 +83,21 @@ def digests(run: ReportedRun) -> tuple[str, str]:
 def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the config fields that are not the same in all runs."""
     every = [_flat(run.config) for run in runs]
-    names = list(dict.fromkeys(name for config in every for name in config))
     rows = []
-    for name in names:
-        cells = [_shown(config[name]) if name in config else UNKNOWN for config in every]
-        if len(set(cells)) > 1 and name not in OWN:
-            rows.append(ComparisonRow(name, cells))
+    for name in dict.fromkeys(name for config in every for name in config):
+        values = [config.get(name, UNKNOWN) for config in every]
+        if name not in OWN and any(value != values[0] for value in values):
+            rows.append(ComparisonRow(name, list(map(shown, values))))
     return rows
 
 
 def settings(run: ReportedRun) -> list[list[str]]:
     """Return the fields of the config that are not at their defaults: field, value, default."""
-    kind = KINDS.get(run.task, Config)
-    defaults, own = _flat(kind().model_dump(mode="json")), _flat(run.config)
+    defaults = _flat(KINDS.get(run.task, Config)().model_dump(mode="json"))
     return [
-        [name, _shown(value), _shown(defaults.get(name))]
-        for name, value in own.items()
-        if _shown(value) != _shown(defaults.get(name))
+        [name, shown(value), shown(defaults.get(name))]
+        for name, value in _flat(run.config).items()
+        if value != defaults.get(name)
     ]
 
 
@@ -106,96 +106,60 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, object]:
     return flatten({name: section for name, section in tree.items() if section != {}})
 
 
-def _shown(value: Any) -> str:
-    """Return a config value as text.
-
-    >>> _shown(None), _shown(True), _shown([1, "a"]), _shown({})
-    ('none', 'true', '1, a', '{}')
-    """
-    if value is None or isinstance(value, bool):
-        return "none" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return ", ".join(_shown(item) for item in value) or "[]"
-    return str(value)
-
-
 def results(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     """Return the results of several runs, one row per figure that is known of one of them."""
-    every = groups(runs)
-    rows = [
-        ComparisonRow(label, [write(value) for value in values], _best(values, prefer, of), values)
-        for label, values, write, prefer, of in _figures(runs, every)
-        if any(value is not None for value in values)
-    ]
+    every, whole = groups(runs), [range(len(runs))]
+    rows = []
     if len(every) > 1:
         named = {place: group.name for group in every for place in group.places}
         names = [named[place] for place in range(len(runs))]
-        rows.insert(0, ComparisonRow("group", names, values=names))
+        rows.append(ComparisonRow("group", names, values=names))
+    for name, value, better, write in _figures(runs[0].unit):
+        values = [value(run) for run in runs]
+        if any(value is not None for value in values):
+            among = [group.places for group in every] if name in OF_GROUPS else whole
+            best = _best(values, better, among)
+            cells = [(write or partial(text, name))(value) for value in values]
+            rows.append(ComparisonRow(label(name), cells, best, values))
     return rows
 
 
-def _figures(
-    runs: Sequence[ReportedRun], every: Sequence[ComparableRuns]
-) -> list[tuple[str, list[Any], Any, Any, Sequence[ComparableRuns]]]:
-    """Return label, values, their format, which is better, and the groups to be compared within."""
-    unit, whole = runs[0].unit, [ComparableRuns("", list(range(len(runs))), "", "")]
-    counted = [float(run.counted[-1]) if run.num_lines else None for run in runs]
-    many = f"loss-bearing {unit.many}" if unit is not IMAGES else unit.many
-    per_byte = ("held-out loss per byte", [_held(run, "per_byte") for run in runs], _loss, min)
-    top1 = ("top-1", [_held(run, "top1") for run in runs], words.share, max)
-    per_gpu = [run.rate(unit.per_s_per_gpu) for run in runs]
-    commits = [started(run).get("commit") for run in runs]
+def _figures(unit: Unit) -> list[tuple[str, Callable[[ReportedRun], Any], Any, Any]]:
+    """Return name, value, which value is better, and the format if not observe.figures has it."""
+    accuracy = ("eval_top1", max) if unit is IMAGES else ("eval_loss_per_byte", min)
     return [
-        ("status", [run.status for run in runs], str, None, whole),
-        ("held-out loss", [_held(run, "loss") for run in runs], _loss, min, every),
-        (*(top1 if unit is IMAGES else per_byte), every),
-        ("training loss", [run.recent("loss") for run in runs], _loss, min, every),
-        ("train.loss", [run.recent("own_loss") for run in runs], _loss, None, whole),
-        ("steps", [run.step for run in runs], _whole, None, whole),
-        (many, counted, words.amount, None, whole),
-        (f"{unit.many}/s", [run.rate(unit.per_s) for run in runs], words.amount, max, whole),
-        (f"{unit.many}/s per worker", per_gpu, words.amount, max, whole),
-        ("MFU", [run.rate("mfu") for run in runs], words.share, max, whole),
-        ("memory, GiB", [run.highest("peak_gib") for run in runs], words.number, min, whole),
-        ("goodput", [(run.goodput or {}).get("step") for run in runs], words.share, max, whole),
-        ("time", [run.wall_s for run in runs], words.duration, None, whole),
-        ("cost", [run.cost_usd for run in runs], words.dollars, None, whole),
-        ("parameters", [run.plan.get("parameters") for run in runs], words.amount, None, whole),
-        ("interruptions", [len(run.interruptions) for run in runs], str, None, whole),
-        ("lost steps", [run.lost_steps for run in runs], _whole, None, whole),
-        ("git commit", commits, lambda value: value or UNKNOWN, None, whole),
+        ("status", attrgetter("status"), None, str),
+        ("eval_loss", methodcaller("held_last", "eval_loss"), min, None),
+        (accuracy[0], methodcaller("held_last", accuracy[0]), accuracy[1], None),
+        ("training loss", methodcaller("recent", "loss"), min, partial(text, "loss")),
+        ("own_loss", methodcaller("recent", "own_loss"), None, None),
+        ("step", attrgetter("step"), None, None),
+        (unit.many, lambda run: float(run.counted[-1]) if run.num_lines else None, None, None),
+        (unit.per_s, methodcaller("rate", unit.per_s), max, None),
+        (unit.per_s_per_gpu, methodcaller("rate", unit.per_s_per_gpu), max, None),
+        ("mfu", methodcaller("rate", "mfu"), max, None),
+        ("peak_gib", methodcaller("highest", "peak_gib"), min, None),
+        ("goodput", lambda run: run.account.goodput.get("step"), max, None),
+        ("wall_s", attrgetter("wall_s"), None, None),
+        ("cost_usd", attrgetter("account.cost_usd"), None, None),
+        ("parameters", lambda run: run.plan.get("parameters"), None, None),
+        ("interruptions", lambda run: len(run.account.interruptions), None, str),
+        ("lost_steps", attrgetter("account.lost_steps"), None, None),
+        ("git commit", lambda run: run.started.get("commit"), None, lambda name: name or UNKNOWN),
     ]
 
 
-def started(run: ReportedRun) -> EventFields:
-    """Return the fields of the newest event of a start with its command; empty if there is none."""
-    starts = [event for event in run.events if event["event"] == STARTED and event.get("command")]
-    return starts[-1] if starts else cast(EventFields, {})
-
-
-def _whole(value: float | None) -> str:
-    return words.number(value, 12)
-
-
-def _held(run: ReportedRun, name: str) -> float | None:
-    return getattr(run.held[-1], name) if run.held else None
-
-
-def _loss(value: float | None) -> str:
-    return words.fixed(value, 4)
-
-
 def _best(
-    values: Sequence[float | None], prefer: Any, every: Sequence[ComparableRuns]
+    values: Sequence[float | None], better: Any, among: Sequence[Sequence[int]]
 ) -> frozenset[int]:
     """Return the indices of the best value of each group.
 
     A group has none if all are equal, or no value counts as better.
     """
-    best = set()
-    for group in every:
-        known = {place: value for place in group.places if (value := values[place]) is not None}
-        if prefer is not None and len(set(known.values())) > 1:
-            first = prefer(known.values())
+    best = set[int]()
+    for places in among if better else ():
+        known = {place: value for place in places if (value := values[place]) is not None}
+        if len(set(known.values())) > 1:
+            first = better(known.values())
             best |= {place for place, value in known.items() if value == first}
     return frozenset(best)

@@ -1,100 +1,136 @@
-"""Read a run's evaluations: its held-out figures and its answers to eval.prompts, by step.
+"""Read a run's evaluations, its answers to eval.prompts, and the losses of a mixture's sources.
 
-held = read(storage, columns, config, result)
+held, sources = read(storage, columns, config, result, num_recent=50)
+held[-1]["eval_loss"], sources["a.jsonl"].tokens, sources["a.jsonl"].loss
 answers(held), head(held)                           # the table of step and prompt
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from rayapp.observe import metrics, segments
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array
-from rayapp.observe.records import Evaluated, MetricsLine, RunResult, Sample, Sections, Validation
+from rayapp.observe.records import Evaluated, HeldOut, MetricsLine, RunResult, Sections
+from rayapp.report.chart import evenly
 from rayapp.storage import Storage
 
-MARKS = b'"eval_metrics": {', b'"eval_samples": ['  # of the lines that are parsed as a whole
+OF_EVALUATIONS = (b'"eval_metrics": {', b'"eval_samples": [')  # lines that are parsed as a whole
+OF_SOURCES = b'"tokens_by_source": {'
 FIGURES = ("step", "eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 MOST_ROWS = 12  # of the table of answers
 MOST_OF_PROMPT = 160  # characters
 WHITE = "(white space alone)"
 
 
-@dataclass(frozen=True)
-class Held:
-    """Held-out figures after a step: loss in nats per token or image; top-1 and top-5 as 0-1."""
+@dataclass
+class SourceFigures:
+    """The figures of one source."""
 
-    step: int
-    loss: float
-    per_byte: float | None = None
-    """Nats per UTF-8 byte, of a language model."""
-    top1: float | None = None
-    top5: float | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    """The user's own (eval.metrics), by name."""
-    samples: Sequence[Sample] = ()
-    """The prompts and the likeliest tokens after each."""
+    recent: deque[tuple[float, int]]
+    """Loss and tokens of the last steps that have some of it."""
+    tokens: int = 0
+    """Loss-bearing tokens that the model was trained on; those of skipped steps are left out."""
+    held_out: float | None = None
+    """Nats per token of its held-out rows, when last evaluated."""
+
+    @property
+    def loss(self) -> float | None:
+        """Nats per token over the last steps; None if they have none of it."""
+        tokens = sum(count for _, count in self.recent)
+        return sum(loss * count for loss, count in self.recent) / tokens if tokens else None
 
 
 def read(
-    storage: Storage, columns: Mapping[str, Array], config: Sections, result: RunResult
-) -> list[Held]:
-    """Return the evaluations of a run's folder in order of step; `result` may be empty.
+    storage: Storage,
+    columns: Mapping[str, Array],
+    config: Sections,
+    result: RunResult,
+    num_recent: int,
+) -> tuple[list[Evaluated], dict[str, SourceFigures]]:
+    """Return the evaluations in order of step, and the figures of a mixture's sources by path.
+
+    `result` may be empty. A source's loss is of the last `num_recent` steps. Of several evaluations
+    of one step, the result takes precedence over metrics.jsonl, and that over validation.jsonl.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: a file cannot be read.
     """
     asked, own = config.get("eval", {}), config.get("train", {}).get("loss")
-    more = own or asked.get("metrics") or asked.get("prompts")
-    whole = _whole_lines(storage) if more else {}
-    return held_out(_evaluated(columns, whole), statuses.read_validations(storage), result)
+    mixed = bool(config.get("data", {}).get("mixture"))
+    marks = OF_EVALUATIONS if own or asked.get("metrics") or asked.get("prompts") else ()
+    known = ~np.isnan(columns["eval_loss"])
+    rows = zip(*(columns[name][known].tolist() for name in FIGURES), strict=True)
+    names = FIGURES[1:]
+    lines = [
+        {"step": int(step)}
+        | {n: None if np.isnan(x) else x for n, x in zip(names, row, strict=True)}
+        for step, *row in rows
+    ]
+    sources: dict[str, SourceFigures] = defaultdict(lambda: SourceFigures(deque(maxlen=num_recent)))
+    whole = list[MetricsLine]()
+    for line in _lines(storage, (*marks, OF_SOURCES) if mixed else marks):
+        if mixed:
+            _count(sources, line)
+        if line.get("eval_metrics") or line.get("eval_samples"):
+            whole.append(line)
+    if mixed:
+        _evaluated(sources, result)
+    last = [{**result, "step": result["steps"]}] if "steps" in result else []
+    every = cast(list[Evaluated], [*statuses.read_validations(storage), *lines, *whole, *last])
+    held = {line["step"]: line for line in every if line.get("eval_loss") is not None}
+    return [held[step] for step in sorted(held)], dict(sources)
 
 
-def held_out(
-    lines: Sequence[Evaluated], validations: Sequence[Validation], result: RunResult
-) -> list[Held]:
-    """Return the held-out figures in order of step.
-
-    Of several for one step, the result's take precedence over those of training (`lines`), and
-    these over those of checkpoints (`validations`).
-    """
-    by_step: dict[int, Held] = {}
-    last = (result.get("steps"), result)
-    for step, line in (*((each.get("step"), each) for each in (*validations, *lines)), last):
-        loss = line.get("eval_loss")
-        if step is not None and loss is not None:
-            shares = line.get("eval_top1"), line.get("eval_top5")
-            own, samples = line.get("eval_metrics") or {}, line.get("eval_samples") or ()
-            by_step[step] = Held(step, loss, line.get("eval_loss_per_byte"), *shares, own, samples)
-    return [by_step[step] for step in sorted(by_step)]
+def _lines(storage: Storage, marks: Sequence[bytes]) -> Iterator[MetricsLine]:
+    """Yield the lines of metrics.jsonl with one of the marks; nothing is read without marks."""
+    for _, data in segments.blocks(storage) if marks else ():
+        for text in data.splitlines():
+            line = metrics.parsed(text) if any(mark in text for mark in marks) else None
+            if line is not None:
+                yield line
 
 
-def head(held: Sequence[Held]) -> list[str]:
+def _count(sources: dict[str, SourceFigures], line: MetricsLine) -> None:
+    losses = line.get("loss_by_source") or {}
+    for path, tokens in (line.get("tokens_by_source") or {}).items():
+        sources[path].tokens += 0 if line["skipped"] else tokens
+        if (loss := losses.get(path)) is not None:
+            sources[path].recent.append((loss, tokens))
+    _evaluated(sources, line)
+
+
+def _evaluated(sources: dict[str, SourceFigures], line: HeldOut) -> None:
+    for path, loss in (line.get("eval_loss_by_source") or {}).items():
+        sources[path].held_out = loss
+
+
+def head(held: Sequence[Evaluated]) -> list[str]:
     """Return the head of the table of answers: the step, and each prompt; empty without answers."""
-    shown = (
+    prompts = (
         prompt if len(prompt) <= MOST_OF_PROMPT else f"{prompt[:MOST_OF_PROMPT]}…"
         for prompt in _prompts(held)
     )
-    return ["step", *shown] if _prompts(held) else []
+    return ["step", *prompts] if _prompts(held) else []
 
 
-def answers(held: Sequence[Held]) -> list[list[str]]:
+def answers(held: Sequence[Evaluated]) -> list[list[str]]:
     """Return a row for each of at most MOST_ROWS evaluations: its step, and each prompt's answer.
 
     Of more, the first, the last and others evenly between them are taken.
     """
-    rows = [each for each in held if each.samples]
-    kept = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), MOST_ROWS)).round().astype(int))
-    prompts = _prompts(held)
-    return [
-        [f"{rows[k].step:,}", *(shown(dict(rows[k].samples).get(prompt, "")) for prompt in prompts)]
-        for k in kept.tolist()
-    ]
+    prompts, rows = _prompts(held), []
+    for line in evenly([each for each in held if each.get("eval_samples")], MOST_ROWS):
+        said = dict(line["eval_samples"])
+        rows.append([f"{line['step']:,}", *(shown(said.get(prompt, "")) for prompt in prompts)])
+    return rows
 
 
 def shown(answer: str) -> str:
@@ -109,39 +145,8 @@ def shown(answer: str) -> str:
     return text or (WHITE if answer else "")
 
 
-def _prompts(held: Sequence[Held]) -> list[str]:
+def _prompts(held: Sequence[Evaluated]) -> list[str]:
     """Return the prompts of all evaluations in order."""
-    return list(dict.fromkeys(prompt for each in held for prompt, _ in each.samples))
-
-
-def _whole_lines(storage: Storage) -> dict[int, MetricsLine]:
-    """Return by step the lines of metrics.jsonl that have own metrics or answers."""
-    lines = {}
-    for _, data in segments.blocks(storage):
-        for text in data.splitlines():
-            line = metrics.parsed(text) if any(mark in text for mark in MARKS) else None
-            if line is not None:
-                lines[line["step"]] = line
-    return lines
-
-
-def _evaluated(columns: Mapping[str, Array], whole: Mapping[int, MetricsLine]) -> list[Evaluated]:
-    """Return the evaluations that training has written to metrics.jsonl."""
-    known = ~np.isnan(columns["eval_loss"])
-    rows = zip(*(columns[name][known].tolist() for name in FIGURES), strict=True)
-    evaluations = []
-    for step, loss, *others in rows:
-        per_byte, top1, top5 = (None if np.isnan(value) else value for value in others)
-        line = whole.get(int(step))
-        evaluations.append(
-            Evaluated(
-                step=int(step),
-                eval_loss=loss,
-                eval_loss_per_byte=per_byte,
-                eval_top1=top1,
-                eval_top5=top5,
-                eval_metrics=line.get("eval_metrics") if line else None,
-                eval_samples=line.get("eval_samples") if line else None,
-            )
-        )
-    return evaluations
+    return list(
+        dict.fromkeys(prompt for each in held for prompt, _ in each.get("eval_samples") or ())
+    )

@@ -6,7 +6,7 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -19,22 +19,25 @@ from rayapp.data.report import Counts, DataReport
 from rayapp.observe import attempt_logs
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
-from rayapp.observe.goodput import Account, commands, read_events
-from rayapp.observe.records import (
-    Event,
-    Interruption,
-    Plan,
-    RunResult,
-    Sections,
-    StoredCost,
-)
+from rayapp.observe.goodput import STARTED, Account, commands, read_events
+from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections, figure
 from rayapp.observe.run_files import DamagedFile
 from rayapp.observe.run_folder import CONFIG, PLAN
-from rayapp.report import evaluations, sources
-from rayapp.report.curves import NAMES, window_of
-from rayapp.report.evaluations import Held
+from rayapp.report import evaluations
+from rayapp.report.chart import window_of
+from rayapp.report.evaluations import SourceFigures
 from rayapp.storage import Storage
 
+TEXTS = ("batch_digest", "eval_samples")  # fields of a line that are no numbers
+NAMES = tuple(
+    dict.fromkeys(
+        each.name
+        for kind in (TokenRecord, ImageRecord)
+        for each in fields(kind)
+        if each.name not in TEXTS
+    )
+)
 # What a page shows of the data.
 OF_IMAGES = ("images.train", "images.eval", "class_counts", "classes", "bytes", "duplicates")
 OF_TEXT = (
@@ -42,14 +45,6 @@ OF_TEXT = (
     *("fill", "loss_share", "duplicates", "bad"),
 )
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
-
-
-@dataclass(frozen=True)
-class Pause:
-    """A time between two commands, when nothing ran, in Unix seconds."""
-
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -71,13 +66,13 @@ class ReportedRun:
     """result.json; empty while the run is live, as one of an earlier command is out of date."""
     versions: dict[str, str]
     events: list[Event]
-    account: Account | None
-    """Time and cost; None if the run has no events, or no wall time yet."""
+    account: Account
+    """Time and cost."""
     columns: dict[str, Array]
     """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
-    held: list[Held]
+    held: list[Evaluated]
     """In order of step."""
-    sources: dict[str, sources.SourceFigures] = field(default_factory=dict)
+    sources: dict[str, SourceFigures] = field(default_factory=dict)
     """By path, of a mixture of several."""
 
     @property
@@ -88,7 +83,7 @@ class ReportedRun:
     @property
     def step(self) -> int:
         """The last step in metrics.jsonl, 0 without one."""
-        return int(self.columns["step"][-1]) if self.num_lines else 0
+        return int(self.last("step") or 0)
 
     @property
     def own_loss(self) -> str:
@@ -105,11 +100,18 @@ class ReportedRun:
         """Loss-bearing tokens, or images, seen up to each step."""
         return np.asarray(np.cumsum(np.nan_to_num(self.columns[self.unit.many])))
 
-    @cached_property
-    def pauses(self) -> list[Pause]:
-        """Times between the run's commands: from one's last sign of life to the next one's start.
+    @property
+    def started(self) -> EventFields:
+        """The newest event of a start with its command; empty if there is none."""
+        starts = (e for e in reversed(self.events) if e["event"] == STARTED and e.get("command"))
+        return next(starts, cast(EventFields, {}))
 
-        Signs of life are events, steps, and `seen_until` of the command that follows.
+    @cached_property
+    def pauses(self) -> list[tuple[float, float]]:
+        """Times between two commands, when nothing ran: (start, end) in Unix seconds.
+
+        A pause starts at a command's last sign of life: an event, a step, or `seen_until` of the
+        command that follows.
         """
         pauses = []
         every, times = commands(self.events), self.columns["time"]
@@ -118,59 +120,53 @@ class ReportedRun:
             before = times[(times >= command[0]["time"]) & (times < start)]
             seen = [event["time"] for event in command] + before[-1:].tolist()
             until = following[0].get("seen_until") or 0.0
-            pauses.append(Pause(min(max([*seen, until]), start), start))
+            pauses.append((min(max([*seen, until]), start), start))
         return pauses
 
-    @cached_property
-    def began(self) -> float:
-        """Unix seconds of the first event or the first step's start, whichever is earlier."""
-        starts = [event["time"] for event in self.events[:1]]
-        if self.num_lines:
-            starts.append(float(self.columns["time"][0] - self.columns["step_s"][0]))
-        return min(starts, default=0.0)
-
     def active_s(self, times: Any) -> Array:
-        """Return the seconds from the run's beginning to given Unix times, without the pauses."""
+        """Return the seconds from the run's beginning to given Unix times, without the pauses.
+
+        The beginning is the first event or the first step's start, whichever is earlier.
+        """
         moments = np.asarray(times, np.float64)
-        idle = sum(
-            (np.clip(moments - pause.start, 0.0, pause.end - pause.start) for pause in self.pauses),
-            np.zeros_like(moments),
-        )
-        return np.asarray(moments - idle - self.began)
+        starts = [event["time"] for event in self.events[:1]]
+        starts += (self.columns["time"][:1] - self.columns["step_s"][:1]).tolist()
+        idle = np.zeros_like(moments)
+        for start, end in self.pauses:
+            idle = idle + np.clip(moments - start, 0.0, end - start)
+        return np.asarray(moments - idle - min(starts, default=0.0))
 
     @cached_property
     def seconds(self) -> Array:
         """`active_s` of each step, made non-decreasing in case a clock was set back."""
         return np.asarray(np.maximum.accumulate(self.active_s(self.columns["time"])))
 
-    @property
-    def warm_up(self) -> int:
-        """Number of first steps left out of mean rates."""
-        return int(self.num_lines * WARM_UP_SHARE)
-
     @cached_property
     def busy_s(self) -> Array:
-        """Seconds of each step without its checkpoint stall and evaluation."""
+        """Seconds of each step after warm-up, without its checkpoint stall and evaluation."""
         parts = ("step_s", "checkpoint_stall_s", "eval_s")
         step_s, stall_s, eval_s = (np.nan_to_num(self.columns[part]) for part in parts)
-        return np.asarray(step_s - stall_s - eval_s)
+        return np.asarray(step_s - stall_s - eval_s)[int(self.num_lines * WARM_UP_SHARE) :]
+
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds in which a command ran; None without events."""
+        return self.account.wall_s or None
 
     def rate(self, name: str) -> float | None:
         """Return a rate from result.json; else its mean over the steps after warm-up, weighted by
         their `busy_s`.
         """
-        result = self.result.get(name)
-        if isinstance(result, int | float):
+        if (result := figure(self.result, name)) is not None:
             return float(result)
-        busy_s, values = self.busy_s[self.warm_up :], self.columns[name][self.warm_up :]
+        values = self.columns[name][self.num_lines - len(self.busy_s) :]
         known = ~np.isnan(values)
-        weight = float(busy_s[known].sum())
-        return float((values * busy_s)[known].sum()) / weight if weight > 0 else None
+        weight = float(self.busy_s[known].sum())
+        return float((values * self.busy_s)[known].sum()) / weight if weight > 0 else None
 
     def last(self, name: str) -> float | None:
         """Return a field of the last step; None if it has none."""
-        column = self.columns[name]
-        return None if not len(column) or np.isnan(column[-1]) else float(column[-1])
+        return _known(np.mean, self.columns[name][-1:])
 
     @property
     def num_recent(self) -> int:
@@ -179,45 +175,20 @@ class ReportedRun:
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a field over the last steps; None if none of them has it."""
-        column = self.columns[name][-self.num_recent :] if self.num_lines else np.array([])
-        return None if not len(column) or np.isnan(column).all() else float(np.nanmean(column))
+        return _known(np.mean, self.columns[name][-max(1, self.num_recent) :])
 
     def highest(self, name: str) -> float | None:
         """Return a field's highest value; None if no step has it."""
-        column = self.columns[name]
-        return None if not len(column) or np.isnan(column).all() else float(np.nanmax(column))
+        return _known(np.max, self.columns[name])
 
-    @property
-    def goodput(self) -> dict[str, float] | None:
-        """Fractions of the wall time by cause; without events those of result.json."""
-        return self.account.goodput if self.account else self.result.get("goodput")
+    def held_values(self, name: str, own: bool = False) -> Array:
+        """Return a figure of all evaluations, with `own` one of eval.metrics; NaN: not known."""
+        lines = ((line.get("eval_metrics") or {}) if own else line for line in self.held)
+        return np.array([figure(line, name) for line in lines], np.float64)
 
-    @property
-    def wall_s(self) -> float | None:
-        """Seconds in which a command ran; without events those of result.json."""
-        return self.account.wall_s if self.account else self.result.get("wall_s")
-
-    @property
-    def cost_usd(self) -> float | None:
-        """Cost of its machines in USD."""
-        return self.account.cost_usd if self.account else self.result.get("cost_usd")
-
-    @property
-    def storage(self) -> StoredCost | None:
-        """What it kept when it ended, and S3's price; None before."""
-        return self.result.get("storage")
-
-    @property
-    def interruptions(self) -> list[Interruption]:
-        """Dicts of time, kind, reason, step, workers, lost_steps and to_first_step_s."""
-        if self.account:
-            return self.account.interruptions
-        return list(self.result.get("interruptions", []))
-
-    @property
-    def lost_steps(self) -> int | None:
-        """Steps whose work was lost at interruptions."""
-        return self.account.lost_steps if self.account else self.result.get("lost_steps")
+    def held_last(self, name: str) -> float | None:
+        """Return a figure of the last evaluation."""
+        return figure(self.held[-1], name) if self.held else None
 
 
 def read(storage: Storage) -> ReportedRun:
@@ -233,16 +204,16 @@ def read(storage: Storage) -> ReportedRun:
     now = statuses.read(storage, steps)
     events = read_events(storage)
     result = statuses.read_result(storage)
-    text = _text(storage, CONFIG)
     task, config = _sections(storage)
     status, reason = now.status, now.reason
-    if not events and not now.live and result:  # an older run: only result.json has its end
-        status, reason = str(result.get("status", status)), result.get("reason")
+    if not events and not now.live and result:  # events.jsonl was damaged, and deleted
+        status, reason = result["status"], result.get("reason")
+    text = storage.read(CONFIG).decode("utf-8", "replace") if storage.exists(CONFIG) else None
     current: RunResult = cast(RunResult, {}) if now.live else result
-    by_source: dict[str, sources.SourceFigures] = {}
-    if config.get("data", {}).get("mixture"):
-        by_source = sources.read(storage, _num_recent(len(steps)))
-        sources.evaluated(by_source, current)
+    account = now.account
+    if not account.wall_s:  # nothing is known of its time
+        account = replace(account, goodput={}, cost_usd=None)
+    held, sources = evaluations.read(storage, columns, config, current, _num_recent(len(steps)))
     return ReportedRun(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
@@ -256,22 +227,21 @@ def read(storage: Storage) -> ReportedRun:
         result=current,
         versions=result.get("versions", {}),
         events=events,
-        account=now.account if events and now.account.wall_s > 0 else None,
+        account=account,
         columns=columns,
-        held=evaluations.read(storage, columns, config, current),
-        sources=by_source,
+        held=held,
+        sources=sources,
     )
+
+
+def _known(function: Any, values: Array) -> float | None:
+    """Return a function of the values that are known; None if there are none."""
+    known = values[~np.isnan(values)]
+    return float(function(known)) if len(known) else None
 
 
 def _num_recent(num_lines: int) -> int:
     return min(num_lines, max(10, window_of(num_lines)))
-
-
-def _text(storage: Storage, name: str) -> str | None:
-    try:
-        return storage.read(name).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return None
 
 
 def _sections(storage: Storage) -> tuple[str | None, Sections]:

@@ -188,7 +188,7 @@ def _stage(
     made = {name: data for name, data in licence.items() if name not in files}
     text = files[CARD].read_text(encoding="utf-8") if CARD in files else MADE
     if MADE in text:
-        text, made[CURVE] = redacted(card(run, adapter)), curve(run).encode()
+        text, made[CURVE] = card(run, adapter), curve(run).encode()
     front = {**front_of(run, adapter), **front_matter(text), RUN: own}
     head = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     made[CARD] = f"---\n{head}---\n{FRONT.sub('', text)}".encode()

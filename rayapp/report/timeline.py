@@ -1,6 +1,8 @@
-"""A run's time as segments: start, training, recovery, end; the time between commands is left out.
+"""A run's time and money: its spans, the plan against what was measured, and interruptions.
 
-for one in segments(run): one.kind, one.start_s, one.end_s
+for one in spans(run): one.kind, one.start_s, one.end_s     # start, train, recovery, end
+
+The time between two commands is left out.
 """
 
 from __future__ import annotations
@@ -8,81 +10,98 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rayapp.observe import words
+from rayapp.observe.figures import label, text
 from rayapp.observe.goodput import ENDED, INTERRUPTED, PHASE, RESUMED, STARTED, WORKERS
+from rayapp.observe.records import band_of
+from rayapp.observe.run_folder import DONE
 from rayapp.report.folder import ReportedRun
+from rayapp.report.tables import TableBar
 
 START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
+KINDS = {
+    START: "start: cluster, data, model",
+    TRAIN: "training",
+    RECOVERY: "recovery",
+    END: "evaluation, samples, export",
+}
+CAUSES = {
+    "step": "steps that count",
+    "data_wait": "waiting for data",
+    "checkpoint_stall": "checkpoint stalls",
+    "evaluation": "evaluation",
+    "start": "start",
+    "waiting": "waiting for room",
+    "recovery": "recovery",
+    "lost_work": "steps done in vain",
+    "export": "samples and export",
+    "other": "other",
+}
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A stretch of time of one kind, in seconds since the run began, pauses not counted."""
+class RunSpan:
+    """A span of time of one kind, in seconds since the run began, pauses not counted."""
 
     kind: str
     start_s: float
     end_s: float
-    workers: int | None
     text: str
 
-
-@dataclass(frozen=True)
-class Moment:
-    """An interruption, or a pause between two commands, at `at_s` on the same axis."""
-
-    kind: str
-    at_s: float
-    text: str
+    @property
+    def row(self) -> list[str]:
+        """Its text, beginning and end, for a table."""
+        return [self.text, words.duration(self.start_s), words.duration(self.end_s)]
 
 
-def segments(run: ReportedRun) -> list[Segment]:
-    """Return a run's segments in order; without events, one of training for each attempt."""
+def spans(run: ReportedRun) -> list[RunSpan]:
+    """Return a run's spans in order; none without events."""
     if not run.events:
-        return _attempts(run)
-    segments: list[Segment] = []
-    kind, since, workers = START, run.events[0]["time"], None
+        return []
+    found: list[RunSpan] = []
+    kind, since, workers = START, run.events[0]["time"], 0
 
     def until(time: float, following: str, rest: float | None = None) -> None:
         nonlocal kind, since
         start, end = (float(each) for each in run.active_s([since, time]))
-        if end - start > 0:
-            text = _text(kind, workers, end - start) + _phases(run, since, time)
-            segments.append(Segment(kind, start, end, workers, text))
+        if end > start:
+            on = f" on {workers} workers" if kind == TRAIN and workers else ""
+            what = f"{KINDS[kind]}{on}, {words.duration(end - start)}{_phases(run, since, time)}"
+            found.append(RunSpan(kind, start, end, what))
         kind, since = following, time if rest is None else rest
 
     for event in run.events:
-        if event["event"] == STARTED:
+        name = event["event"]
+        if name == STARTED:
             if event is not run.events[0]:
                 until(_last_sign(run, since, event["time"]), START, event["time"])
-            workers = None
-        elif event["event"] == WORKERS:
-            workers = event.get("workers")
-        elif event["event"] == RESUMED:
+            workers = 0
+        elif name == WORKERS:
+            workers = event.get("workers", 0)
+        elif name == RESUMED:
             until(max(since, event["time"] - event["first_step_s"]), TRAIN)
-        elif event["event"] == INTERRUPTED:
+        elif name == INTERRUPTED and kind == TRAIN:
+            until(event["trained_until"] or event["time"], RECOVERY)
+        elif name == ENDED:
             if kind == TRAIN:
-                until(event["trained_until"] or event["time"], RECOVERY)
-        elif event["event"] == ENDED and kind == TRAIN:
-            until(_last_sign(run, since, event["time"]), END)
-            until(event["time"], END)
-        elif event["event"] == ENDED:
+                until(_last_sign(run, since, event["time"]), END)
             until(event["time"], END)
     if run.events[-1]["event"] != ENDED:
         last = float(run.columns["time"][-1]) if run.num_lines else since
         until(max(last, run.events[-1]["time"]), END)
-    return segments
+    return found
 
 
-def moments(run: ReportedRun) -> list[Moment]:
-    """Return the interruptions and the pauses between commands, in order of time."""
-    moments = []
-    for one in run.interruptions:
-        at_s = float(run.active_s([one["time"]])[0])
-        moments.append(Moment(one["kind"], at_s, f"{one['kind']} at step {one['step']:,}"))
-    for pause in run.pauses:
-        idle = words.duration(pause.end - pause.start)
-        at_s = float(run.active_s([pause.start])[0])
-        moments.append(Moment("pause", at_s, f"nothing ran for {idle}"))
-    return sorted(moments, key=lambda one: one.at_s)
+def moments(run: ReportedRun) -> list[RunSpan]:
+    """Return the interruptions and the pauses between commands, in order, as spans of no length."""
+    found = []
+    for one in run.account.interruptions:
+        at_s = float(run.active_s(one["time"]))
+        found.append(RunSpan(one["kind"], at_s, at_s, f"{one['kind']} at step {one['step']:,}"))
+    for start, end in run.pauses:
+        idle = f"nothing ran for {words.duration(end - start)}"
+        at_s = float(run.active_s(start))
+        found.append(RunSpan("pause", at_s, at_s, idle))
+    return sorted(found, key=lambda one: one.start_s)
 
 
 def _last_sign(run: ReportedRun, since: float, before: float) -> float:
@@ -92,21 +111,8 @@ def _last_sign(run: ReportedRun, since: float, before: float) -> float:
     return float(inside[-1]) if len(inside) else since
 
 
-def _attempts(run: ReportedRun) -> list[Segment]:
-    attempts, segments = run.columns["attempt"], []
-    for attempt in sorted(set(attempts.tolist())):
-        own = attempts == attempt
-        first, last = own.argmax(), len(own) - 1 - own[::-1].argmax()
-        start_s = float(run.seconds[first] - (run.columns["step_s"][first] or 0.0))
-        end_s = float(run.seconds[last])
-        workers = int(run.columns["workers"][last])
-        text = _text(TRAIN, workers, end_s - start_s)
-        segments.append(Segment(TRAIN, max(0.0, start_s), end_s, workers, text))
-    return segments
-
-
 def _phases(run: ReportedRun, since: float, until: float) -> str:
-    """Name the phases that began in a stretch of Unix time, with the time that each took."""
+    """Name the phases that began in a span of Unix time, with the time that each took."""
     inside = [e for e in run.events if e["event"] == PHASE and since <= e["time"] < until]
     ends = [event["time"] for event in inside[1:]] + [until] * bool(inside)
     took = [
@@ -116,12 +122,71 @@ def _phases(run: ReportedRun, since: float, until: float) -> str:
     return f" ({', '.join(took)})" if took else ""
 
 
-def _text(kind: str, workers: int | None, seconds: float) -> str:
-    what = {
-        START: "start: cluster, data, model",
-        TRAIN: "training",
-        RECOVERY: "recovery",
-        END: "evaluation, samples, export",
-    }[kind]
-    on = f" on {workers} workers" if kind == TRAIN and workers else ""
-    return f"{what}{on}, {words.duration(seconds)}"
+def planned(run: ReportedRun) -> list[list[str]]:
+    """Return planned against measured figures: name, plan, measured, ratio, verdict, band.
+
+    What was neither planned nor measured is left out.
+    """
+    unit, ended = run.unit, run.status == DONE
+    measured = {
+        "peak_gib": run.highest("peak_gib"),
+        "step_s": float(run.busy_s.mean()) if len(run.busy_s) else None,
+        unit.per_s: run.rate(unit.per_s),
+        unit.per_s_per_gpu: run.rate(unit.per_s_per_gpu),
+        "mfu": run.rate("mfu"),
+        "hours": run.wall_s / 3600.0 if run.wall_s and ended else None,
+        "cost_usd": run.account.cost_usd if ended else None,
+    }
+    rows = []
+    for name, value in measured.items():
+        band = band_of(run.plan, name)
+        found = "" if value is None else text(name, value)
+        if band is None:
+            rows += [] if value is None else [[label(name), "", found, "", "", ""]]
+            continue
+        ratio, verdict, low, high = "", "", band["low"], band["high"]
+        if value is not None:
+            ratio = f"{value / band['value']:.2f}" if band["value"] else ""
+            verdict = "below" if value < low else "above" if value > high else "within"
+        width = " to ".join(text(name, end).split()[0] for end in (low, high))
+        rows.append([label(name), text(name, band["value"]), found, ratio, verdict, width])
+    # The step time: predicted from the first ten steps, and measured after them.
+    seconds = run.result.get("step_s")
+    if seconds and seconds["calibrated"] and seconds["measured"] is not None:
+        both = [seconds["calibrated"], seconds["measured"]]
+        name = f"{label('step_s')}, predicted by its first ten"
+        rows.append([name, *(text("step_s", s) for s in both), f"{both[1] / both[0]:.2f}", "", ""])
+    return rows
+
+
+def goodput(run: ReportedRun) -> list[TableBar]:
+    """Return the share of each cause that took time, with its duration and cost."""
+    known = {cause: value for cause, value in run.account.goodput.items() if value}
+    usd, wall_s = run.account.cost_usd, run.wall_s or 0.0
+    return [
+        TableBar(
+            CAUSES.get(cause, cause),
+            value,
+            value / max(known.values()),
+            [words.share(value), words.duration(value * wall_s)]
+            + ([] if usd is None else [words.dollars(value * usd)]),
+            cause,
+        )
+        for cause in dict.fromkeys([*CAUSES, *known])
+        if (value := known.get(cause))
+    ]
+
+
+def interruptions(run: ReportedRun) -> list[list[str]]:
+    """Return each interruption: time, kind, reason, step, lost steps, time to the next step."""
+    return [
+        [
+            words.moment(each["time"]),
+            each["kind"],
+            str(each["reason"]),
+            f"{each['step']:,}",
+            words.number(each["lost_steps"], 12),
+            words.duration(each["to_first_step_s"]),
+        ]
+        for each in run.account.interruptions
+    ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 
 from rayapp.config import VisionConfig
 from rayapp.data.images import Images
-from rayapp.driver.display import plain
 from rayapp.order import Order
 
 MAX_NAMED = 5  # classes
@@ -56,4 +56,4 @@ def plan(
             f"e.g. {images.examples[0][0]}"
         )
     for label, text in lines.items():
-        console.print(f"[bold]{label:14}[/bold] {plain(text)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{label:14}[/bold] {escape(text)}", highlight=False, soft_wrap=True)

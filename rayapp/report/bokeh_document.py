@@ -18,12 +18,9 @@ from bokeh.models import (
     FixedTicker,
     GlyphRenderer,
     Label,
-    Line,
     Plot,
     Range1d,
-    Scatter,
     Span,
-    VArea,
 )
 from bokeh.plotting import figure
 
@@ -73,15 +70,11 @@ def _figure(chart: Chart, across: Range1d) -> Plot:
             name=f"{chart.id}/{name}",
             ticker=FixedTicker(),
             axis_label=" ",
-            axis_label_text_font=FONT,
-            axis_label_text_font_size="12px",
             axis_label_text_font_style="normal",
             axis_label_standoff=6,
-            major_label_text_font=FONT,
-            major_label_text_font_size="12px",
-            major_tick_line_color=None,
-            minor_tick_line_color=None,
-            axis_line_color=None,
+            **{f"{part}_text_font": FONT for part in ("axis_label", "major_label")},
+            **{f"{part}_text_font_size": "12px" for part in ("axis_label", "major_label")},
+            **{f"{part}_line_color": None for part in ("major_tick", "minor_tick", "axis")},
         )
     plot.xgrid.grid_line_color = None
     plot.ygrid.name = f"{chart.id}/rule"
@@ -94,30 +87,28 @@ def _figure(chart: Chart, across: Range1d) -> Plot:
         place = {"x": 0, "y": mark.value, "x_offset": -4}
         plot.add_layout(Label(name=f"{name}/label", text=mark.label, **place, **style))
     for number, line in enumerate(chart.lines):
-        plot.renderers.extend(_drawn(f"{chart.id}/{number}", line))
+        name = f"{chart.id}/{number}"
+        for renderer in _drawn(plot, name, line):
+            renderer.tags = [name]
     return plot
 
 
-def _drawn(name: str, line: ChartLine) -> list[GlyphRenderer]:
-    """Return what draws a line; all of it has the line's name as its tag."""
+def _drawn(plot: Any, name: str, line: ChartLine) -> list[GlyphRenderer]:
+    """Draw a line; return what draws it."""
     if line.role == AREA:
         source = ColumnDataSource({"x": [], "y1": [], "y2": []}, name=name)
-        area = VArea(x="x", y1="y1", y2="y2")
-        return [_renderer(source, area, name)]
+        return [plot.varea("x", "y1", "y2", source=source)]
     source = ColumnDataSource({"x": [], "y": []}, name=name)
     style: dict[str, Any] = {"line_width": 2, "line_dash": DASHES[line.dash % 4]}
+    points: dict[str, Any] = {"size": 6, "line_color": None}
+    places = source
     if line.role == FAINT:
         style = {"line_width": 1, "line_alpha": 0.4}
     if line.role == DOTS:
-        style = {"line_width": 1, "line_dash": [3, 4]}
-    renderers = [_renderer(source, Line(x="x", y="y", line_join="round", **style), name)]
-    if line.role == DOTS:
-        renderers.append(_renderer(source, Scatter(x="x", y="y", size=8, line_width=2), name))
+        style, points = {"line_width": 1, "line_dash": [3, 4]}, {"size": 8, "line_width": 2}
     else:
-        lone = ColumnDataSource({"x": [], "y": []}, name=f"{name}/lone")
-        renderers.append(_renderer(lone, Scatter(x="x", y="y", size=6, line_color=None), name))
-    return renderers
-
-
-def _renderer(source: ColumnDataSource, glyph: Any, name: str) -> GlyphRenderer:
-    return GlyphRenderer(data_source=source, glyph=glyph, tags=[name])
+        places = ColumnDataSource({"x": [], "y": []}, name=f"{name}/lone")
+    return [
+        plot.line("x", "y", source=source, line_join="round", **style),
+        plot.scatter("x", "y", source=places, **points),
+    ]
