@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data_prepare import VALUES, words, write_jsonl
+from test_data_preparation import VALUES, words, write_jsonl
 
 from rayapp.data import first_records, sources
-from rayapp.data.sources import cutting, reading
+from rayapp.data.sources import cutting
+from rayapp.data.sources import pieces as reading
 
 
 @pytest.fixture(autouse=True)

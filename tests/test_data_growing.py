@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_prepare import (  # noqa: F401  fixtures
+from test_data_preparation import (  # noqa: F401  fixtures
     VALUES,
     recipe,
     tokenised,
     tokenizer_url,
     write_jsonl,
 )
-from test_data_windows import (  # noqa: F401  fixtures
+from test_data_prepared_windows import (  # noqa: F401  fixtures
     in_this_process,
     order_of,
     prepare,
@@ -30,12 +30,12 @@ from test_data_windows import (  # noqa: F401  fixtures
     windowed,
 )
 
-from rayapp.data import windows
+from rayapp.data import prepared_windows as windows
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows, Preparation, Windows
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import StepRows, local_steps, step_rows
 from rayapp.data.sources import SourceError
-from rayapp.data.windows import GrowingRows, Preparation, Windows
+from rayapp.data.token_rows import StepRows, local_steps, step_rows
 from rayapp.order import combine
 
 STEPS, SEED = 40, 5

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from patience import PATIENCE_S
 
-from rayapp.data import rows as row_files
 from rayapp.data import stream
+from rayapp.data import token_rows as row_files
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
-from rayapp.data.rows import (
+from rayapp.data.token_rows import (
     PLACED,
     StepRows,
     TokenRows,

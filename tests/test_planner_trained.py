@@ -18,7 +18,7 @@ from rayapp.cli import planning
 from rayapp.config import Config, from_dict
 from rayapp.data import tokens
 from rayapp.finetune import check as checks
-from rayapp.finetune import show
+from rayapp.finetune import plan_lines as show
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import forecast
 from rayapp.order import Order

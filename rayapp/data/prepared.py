@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
+from rayapp.data.token_rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
 from rayapp.order import SOURCE_ROWS, fingerprint
 from rayapp.storage import Storage, open_storage
 

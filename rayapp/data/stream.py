@@ -32,9 +32,9 @@ from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows
 from rayapp.data.ray_tasks import on_workers_nodes
-from rayapp.data.rows import StepRows, step_rows
-from rayapp.data.windows import GrowingRows
+from rayapp.data.token_rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
 
 CHUNK_BYTES = 4 * 2**20

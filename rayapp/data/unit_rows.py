@@ -17,8 +17,8 @@ from rayapp.data.packing import IGNORE, Document, Slices, filled, in_groups, lay
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
-from rayapp.data.rows import PLACED, with_checksums
-from rayapp.data.sections import TokenisedRecord
+from rayapp.data.token_rows import PLACED, with_checksums
+from rayapp.data.token_sections import TokenisedRecord
 from rayapp.order import shuffled
 from rayapp.storage import Storage
 

@@ -20,7 +20,7 @@ from rayapp.data import first_records, shapes, sources, templates, tokens
 from rayapp.data.chat import reads
 from rayapp.data.documents import Renderer
 from rayapp.data.kinds import takes_template
-from rayapp.data.tasks import TaskRecords, read_records
+from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rayapp.train.spec import LanguageSpec
 
 if TYPE_CHECKING:
-    from rayapp.data.rows import StepRows
     from rayapp.data.stream import Shard, Stream
+    from rayapp.data.token_rows import StepRows
 
 
 def stream(spec: LanguageSpec, first_step: int, world: int) -> Stream:

@@ -13,7 +13,7 @@ from rayapp.config import Config
 from rayapp.driver import command
 from rayapp.finetune.check import check, settle
 from rayapp.finetune.micro_batch import after_failure
-from rayapp.finetune.prepare import prepare
+from rayapp.finetune.prepared_run import prepare
 from rayapp.jobs.results import Result
 from rayapp.observe.records import MetricsLine
 from rayapp.observe.result import RunFailed

@@ -17,7 +17,11 @@ import torch.multiprocessing as mp
 # What takes a process ten seconds to import is imported once, by the server that it is forked from.
 PRELOADED = ["pytest", "hypothesis.strategies", "transformers.models.auto", "peft"]
 PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.trainer", "rayapp.vision.trainer"]
-PRELOADED += ["rayapp.train.checkpoint.saver", "rayapp.finetune.prepare", "rayapp.vision.check"]
+PRELOADED += [
+    "rayapp.train.checkpoint.saver",
+    "rayapp.finetune.prepared_run",
+    "rayapp.vision.check",
+]
 PRELOADED += ["frozen_heap"]  # the last
 
 

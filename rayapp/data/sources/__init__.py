@@ -19,15 +19,7 @@ from rayapp.data.sources.cutting import units, windows
 from rayapp.data.sources.finding import find
 from rayapp.data.sources.json_lines import LongText
 from rayapp.data.sources.own import RecordReader, is_own
-from rayapp.data.sources.reading import (
-    content_key,
-    drawn_of,
-    file_of,
-    is_eval,
-    place_of,
-    read_piece,
-)
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     Block,
     DataFile,
     DataSource,
@@ -36,6 +28,14 @@ from rayapp.data.sources.records import (
     Record,
     SourceError,
     printable,
+)
+from rayapp.data.sources.pieces import (
+    content_key,
+    drawn_of,
+    file_of,
+    is_eval,
+    place_of,
+    read_piece,
 )
 
 __all__ = [

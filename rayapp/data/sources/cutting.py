@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 
 from rayapp.data.sources import hub
 from rayapp.data.sources.formats import is_stream
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     Block,
     DataFile,
     DataSource,

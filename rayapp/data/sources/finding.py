@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rayapp.data.sources import formats, hub, own
 from rayapp.data.sources.formats import SUFFIXES
-from rayapp.data.sources.records import DataFile, DataSource, SourceError
+from rayapp.data.sources.parts import DataFile, DataSource, SourceError
 from rayapp.data.sources.streams import open_stream
 from rayapp.storage import Entry, Readable
 from rayapp.storage.inputs import open_input

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rayapp.config.code import CodeError, load_code
 from rayapp.config.code_digest import source_digest
-from rayapp.data.sources.records import DataSource, Record, SourceError, opened, printable
+from rayapp.data.sources.parts import DataSource, Record, SourceError, opened, printable
 
 FIELD = "data.format"
 

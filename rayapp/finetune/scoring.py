@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from rayapp.data.packing import IGNORE
-from rayapp.data.rows import StepRows
-from rayapp.data.tasks import Item, TaskItems
+from rayapp.data.task_items import Item, TaskItems
+from rayapp.data.token_rows import StepRows
 from rayapp.finetune.build import Parts
 from rayapp.finetune.samples import generated
 from rayapp.observe.records import Estimate, ScoredItem, TaskResult

@@ -10,8 +10,8 @@ and their content depends on the recipe only: the next run completes an interrup
 two runs that prepare at once write the same bytes. The manifest, which names every shard, is
 written last.
 
-In a recipe with window_bytes a unit is a window (rayapp.data.windows): its tokens are made by tasks
-of their own, which all come before the one that packs it.
+In a recipe with window_bytes a unit is a window (rayapp.data.prepared_windows): tasks of their own
+make its tokens, before the task that packs them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from rayapp.data.prepared import (
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary, summed
-from rayapp.data.rows import stored_bytes
-from rayapp.data.sections import TokenisedRecord, TokenSection
+from rayapp.data.token_rows import stored_bytes
+from rayapp.data.token_sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
 from rayapp.data.unit_rows import UnitAccount, UnitRows
@@ -66,7 +66,7 @@ def prepare(
     Raises:
         SourceError: the data cannot be read, or a part of them ends every process that reads it.
     """
-    assert recipe.window_bytes is None, "rayapp.data.windows prepares windows"
+    assert recipe.window_bytes is None, "rayapp.data.prepared_windows prepares windows"
     storage = root / recipe.fingerprint
     storage.write(USED, b"")
     found = load(storage)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from rayapp.config import Config
-from rayapp.data import prepare
+from rayapp.data import preparation
 from rayapp.data.prepared import Prepared, reasons
+from rayapp.data.prepared_windows import Preparation, Windows
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.stream import spare_cpus
-from rayapp.data.windows import Preparation, Windows
 from rayapp.observe.activity import Phases
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import taken
@@ -37,7 +37,7 @@ def prepare_each(
         workers = config.data.workers, phases.bytes_done
         try:
             if recipe.window_bytes is None:
-                made[path] = prepare.prepare(recipe, root, *workers)
+                made[path] = preparation.prepare(recipe, root, *workers)
             else:
                 windows = Windows(recipe, root, config.run.seed)
                 (made[path],) = Preparation([windows], *workers).prepare()

@@ -14,14 +14,14 @@ from rayapp.data import tokens
 from rayapp.data.documents import Renderer
 from rayapp.data.kinds import KINDS, takes_template
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
+from rayapp.data.prepared_windows import Preparation
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import step_rows
-from rayapp.data.tasks import TaskItems, items_of
+from rayapp.data.task_items import TaskItems, items_of
 from rayapp.data.templates import TRAINING
-from rayapp.data.windows import Preparation
+from rayapp.data.token_rows import step_rows
 from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
-from rayapp.finetune import micro_batch, preview, show, sources
+from rayapp.finetune import micro_batch, plan_lines, preview, source_rows
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
@@ -76,10 +76,10 @@ def prepare(
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
     describe(ready.run, config, cast(Plan, (planned.as_dict() if planned else {}) | plan))
-    show.plan(console, config, prepared, order, parameters, trainable, by_name)
-    show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
-    show.records(console, plan["rendered"])
-    show.ends(console, described(ends, config, tokenizer, stops))
+    plan_lines.plan(console, config, prepared, order, parameters, trainable, by_name)
+    plan_lines.unused(console, {entry.path: entry.unused for entry in ready.inputs})
+    plan_lines.records(console, plan["rendered"])
+    plan_lines.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
     spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
     return replace(spec, tasks=tasks, system=plan["system"]), rest
@@ -185,11 +185,11 @@ def prepare_rows(
         recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
-    if sources.by_windows(config):
-        made, rest = sources.prepare_windows(config, recipes, root, phases, first)
+    if source_rows.by_windows(config):
+        made, rest = source_rows.prepare_windows(config, recipes, root, phases, first)
     else:
-        made = sources.prepare_each(config, recipes, root, phases, problems)
-    problems += sources.unusable_sources(config, made)
+        made = source_rows.prepare_each(config, recipes, root, phases, problems)
+    problems += source_rows.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made), rest

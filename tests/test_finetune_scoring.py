@@ -17,11 +17,11 @@ from test_train_loop import config_of, inputs, spec_of, worker  # noqa: F401  a 
 from transformers import AutoModelForCausalLM
 
 from rayapp.config.tasks import EvalTask
-from rayapp.data.rows import local_steps
-from rayapp.data.tasks import Item, TaskItems
+from rayapp.data.task_items import Item, TaskItems
+from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
-from rayapp.finetune import tasks
-from rayapp.finetune.tasks import compared, estimate, estimated_loss, is_right
+from rayapp.finetune import scoring as tasks
+from rayapp.finetune.scoring import compared, estimate, estimated_loss, is_right
 from rayapp.observe.run_folder import items_file
 from rayapp.storage import open_storage
 from rayapp.train import schedule

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     DataSource,
     Piece,
     Record,

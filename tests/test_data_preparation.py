@@ -29,19 +29,23 @@ from transformers import PreTrainedTokenizerFast
 from rayapp import order
 from rayapp.data import (
     long_texts,
-    prepare,
-    sections,
     sources,
     tokenising,
     tokens,
     unit_rows,
 )
+from rayapp.data import (
+    preparation as prepare,
+)
+from rayapp.data import (
+    token_sections as sections,
+)
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting, json_lines
+from rayapp.data.token_rows import local_steps
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.processes import machine
 

@@ -10,8 +10,8 @@
     growing = GrowingRows(prepared, order)                     # in the tasks of the stream
     rows, order = growing.at(step)              # waits for the windows that the step needs
 
-Each window is a unit of the recipe (rayapp.data.prepare), and done when its summary is stored. So a
-preparation that is cut off goes on where it was, and other processes see windows as they come.
+Each window is a unit of the recipe (rayapp.data.preparation), and done when its summary is stored.
+So an interrupted preparation goes on where it was, and other processes see windows as they come.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
-from rayapp.data.prepare import UnitTask, jobs_of, merge, whole_units
+from rayapp.data.preparation import UnitTask, jobs_of, merge, whole_units
 from rayapp.data.prepared import USED, Prepared, account_of, rows_of_windows, unit_name
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
-from rayapp.data.rows import TokenRows
 from rayapp.data.sources import SourceError
+from rayapp.data.token_rows import TokenRows
 from rayapp.order import Order, visits
 from rayapp.storage import Storage, open_storage
 

@@ -11,16 +11,19 @@ from typing import Any
 import corpora
 import numpy as np
 import pytest
-from test_data_prepare import VALUES, write_jsonl
-from test_data_windows import in_this_process
+from test_data_preparation import VALUES, write_jsonl
+from test_data_prepared_windows import in_this_process
 
 from rayapp.config import ConfigError, from_dict
-from rayapp.data import kinds, recipe, tokens, windows
-from rayapp.data import prepare as rows
+from rayapp.data import kinds, recipe, tokens
+from rayapp.data import preparation as rows
+from rayapp.data import prepared_windows as windows
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows
 from rayapp.data.sources import cutting
-from rayapp.data.windows import GrowingRows
-from rayapp.finetune import prepare, show, sources
+from rayapp.finetune import plan_lines as show
+from rayapp.finetune import prepared_run as prepare
+from rayapp.finetune import source_rows as sources
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases
 from rayapp.order import Order
