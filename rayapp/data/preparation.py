@@ -17,7 +17,6 @@ make its tokens, before the task that packs them.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -42,7 +41,7 @@ from rayapp.data.prepared import (
 )
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.report import UnitSummary, summed
+from rayapp.data.report import UnitSummary, added, summed
 from rayapp.data.token_rows import stored_bytes
 from rayapp.data.token_sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
@@ -219,15 +218,11 @@ def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) ->
     Write which blocks of tokens they came from.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
-    bad: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for unit in units.values():
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
-        bad.update(unit["bad"])
-        notes.update(unit.get("notes", {}))
         for place, why in unit["examples"]:
             examples.setdefault(why, place)
     blocks = {name for unit in units.values() for name in unit.get("blocks", [])}
@@ -241,11 +236,11 @@ def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) ->
         seq_len=recipe.seq_len,
         shards=shards,
         counts={s: summed(unit["counts"][s] for unit in units.values()) for s in SPLITS},
-        bad=dict(bad),
+        bad=added(unit["bad"] for unit in units.values()),
         examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
         records=sum(unit["records"] for unit in units.values()),
         duplicates=duplicates,
-        notes=dict(notes),
+        notes=added(unit.get("notes", {}) for unit in units.values()),
     )
 
 

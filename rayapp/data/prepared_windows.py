@@ -117,8 +117,8 @@ class Windows:
     def missing(self, rows: int | None) -> list[tuple[float, int]]:
         """Return (share of the run before it is needed, unit) of the units that are missing.
 
-        Of a run that does not take all, these are the units that its rows are estimated to be in:
-        one at least, and only one while no window is known by which to estimate.
+        If the run needs only a part of the data, these are the units that are estimated to hold its
+        rows: at least one, and exactly one until a window gives an estimate.
         """
         if self.holds(rows):
             return []
@@ -274,8 +274,8 @@ class Preparation:
     def _tasks(self, rows: Sequence[int] | None) -> list[UnitTask]:
         """Return the next tasks, those that are needed first in front.
 
-        A source alone has all of its tasks: the first rows end them. Beside others it has those
-        that the run is estimated to need, so that none is done in vain while others go on.
+        A single source gets all of its tasks; the caller stops once the first rows exist. One of
+        several gets the tasks that the run is estimated to need, so that none is done in vain.
         """
         asked = None if len(self.sources) == 1 else rows
         missing = [
