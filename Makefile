@@ -22,7 +22,7 @@ RENDER ?=
 API_CIDRS ?=
 EMAIL ?=
 YES ?=
-TAG ?= $(shell $(BIN)/python -m rayapp.cluster.image)
+TAG ?= $(shell $(BIN)/python -c "from rayapp.cluster.options import image_tag; print(image_tag())")
 NAME ?= rayapp
 REGION ?= us-west-2
 unexport PYTHONDONTWRITEBYTECODE  # each process would compile rayapp again

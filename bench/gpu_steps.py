@@ -39,7 +39,7 @@ from rayapp.presets import config_of
 from rayapp.train.engine import Engine
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.planning import plan
-from rayapp.vision.trainer import ImageTrainer
+from rayapp.vision.classifier_trainer import ImageTrainer
 
 WARM_UP, TIMED, PROFILED = 4, 8, 3
 SMALL_SEQ_LEN, SMALL_IMAGES, SMALL_PIXELS = 256, 4, 48  # on CPUs

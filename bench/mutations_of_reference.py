@@ -1,6 +1,7 @@
-"""Faults that an audit found by a trainer of its own: N1 to N9 of docs/decisions.md, but N7.
+"""Faults that an audit found by a trainer of its own, N1 to N9.
 
-N7, whose test compiles torchao's step, is put back by hand.
+N7 (8-bit moments across rows of an embedding), whose test compiles torchao's step, is put back by
+hand.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from mutated import Mutation
 
 NAMED = "tests/test_reference.py -k named"
-SEEN_BY_ONE = "objective, loss = self.loss(output.logits, None, labels, **more)"
+SEEN_BY_ONE = "objective, loss = self.loss(hidden, weight, labels, bias=bias, **more)"
 PLAIN_ENTROPY = (
-    "objective = nn.functional.cross_entropy(output.logits.float().flatten(0, 1), "
-    'labels.flatten(), reduction="sum"); loss = objective.detach()'
+    SEEN_BY_ONE + "\n        if weight is None: objective = nn.functional.cross_entropy("
+    'hidden.float().flatten(0, -2), labels.flatten(), reduction="sum"); loss = objective.detach()'
 )
 
 REFERENCE = (

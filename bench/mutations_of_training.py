@@ -211,6 +211,6 @@ TRAINING = (
         LOOP,
         "if engine.interruptible and (leave := leave_now(engine)):",
         "if False and (leave := leave_now(engine)):",
-        "tests/test_vision_trainer.py -k by_hand",
+        "tests/test_vision_classifier_trainer.py -k by_hand",
     ),
 )

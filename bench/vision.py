@@ -83,7 +83,12 @@ def through_ray(folder: str, steps: int) -> dict[str, float]:
     """Stream the steps as a run's workers get them, in processes that have done some before."""
     import ray
 
-    from rayapp.data.images import ImageRecipe, Transform, find, prepare, stream
+    from rayapp.config.vision import ImageDataConfig
+    from rayapp.data.images.batches import steps as steps_of
+    from rayapp.data.images.batches import stream
+    from rayapp.data.images.image_sources import find
+    from rayapp.data.images.index import ImageRecipe
+    from rayapp.data.images.indexing import prepare
     from rayapp.order import Order
     from rayapp.storage import open_storage
 
@@ -94,8 +99,8 @@ def through_ray(folder: str, steps: int) -> dict[str, float]:
 
     def batches(count: int) -> Iterator[np.ndarray]:
         order = Order.for_steps(images.counts["train"], IMAGES_PER_STEP, MICRO_BATCH, 0, count)
-        (shard,) = stream.stream(images, Transform(224), order, 0, 1).split()
-        for batch in stream.steps(shard, MICRO_BATCH, order.num_micro_batches(1)):
+        (shard,) = stream(images, ImageDataConfig(size=224), order, 0, 1).split()
+        for batch in steps_of(shard, MICRO_BATCH, order.num_micro_batches(1)):
             yield batch.images
 
     taken(batches(4 * WARM_UP_STEPS))
@@ -108,10 +113,10 @@ class Pictures:
     """A data set for torch: (image, label) by (number, seed)."""
 
     def __init__(self, folder: str, whole: bool) -> None:
-        from rayapp.data.images import Transform
+        from rayapp.config.vision import ImageDataConfig
 
         self.files = sorted(Path(folder, "data").rglob("*.jpg"))
-        self.whole, self.look = whole, Transform(224)
+        self.whole, self.look = whole, ImageDataConfig(size=224)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[np.ndarray, int]:
         from rayapp.data.images.augment import augmented

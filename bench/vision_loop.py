@@ -14,12 +14,13 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from rayapp.data.images import ImageRecipe, find, local_steps
-    from rayapp.data.images import load as load_index
+    from rayapp.data.images.batches import local_steps
+    from rayapp.data.images.image_sources import find
+    from rayapp.data.images.index import ImageRecipe
+    from rayapp.data.images.index import load as load_index
     from rayapp.storage import open_storage
     from rayapp.train.spec import ImageSpec
-    from rayapp.vision.prepare import order_of
-    from rayapp.vision.rows import transform_of
+    from rayapp.vision.classifier_run import order_of
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{model}", rank=rank, world_size=2)
@@ -29,7 +30,7 @@ def loops(rank: int, folder: str, rounds: int, steps: int, model: str) -> None:
     images = load_index(open_storage(f"{folder}/index") / recipe.fingerprint)
     assert images is not None
     order = order_of(config, images)
-    transform = transform_of(config)
+    transform = config.data
     batches = list(local_steps(images.rows("train"), transform, order, rank, 2, 0))
     for number in range(rounds + 1):  # the first of each is thrown away
         spec = ImageSpec("rayapp.vision", config, images, order, f"{folder}/{model}-{number}")

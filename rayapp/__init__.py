@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayapp.cluster.preflight.job import preflight
     from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
-    from rayapp.data.images.staging import Staged, stage
     from rayapp.generation import generate
     from rayapp.jobs import JobError
     from rayapp.jobs.find import job, runs
@@ -44,7 +43,6 @@ _HOMES = {
     "Progress": "rayapp.observe.status",
     "Result": "rayapp.jobs.results",
     "RunConfig": "rayapp.config",
-    "Staged": "rayapp.data.images.staging",
     "VisionConfig": "rayapp.config",
     "generate": "rayapp.generation",
     "job": "rayapp.jobs.find",
@@ -52,7 +50,6 @@ _HOMES = {
     "plan": "rayapp.train.planning",
     "preflight": "rayapp.cluster.preflight.job",
     "runs": "rayapp.jobs.find",
-    "stage": "rayapp.data.images.staging",
     "submit": "rayapp.jobs.handle",
 }
 __all__ = [
@@ -66,7 +63,6 @@ __all__ = [
     "Progress",
     "Result",
     "RunConfig",
-    "Staged",
     "VisionConfig",
     "generate",
     "job",
@@ -74,7 +70,6 @@ __all__ = [
     "plan",
     "preflight",
     "runs",
-    "stage",
     "submit",
 ]
 

@@ -8,7 +8,6 @@ Train
   presets    published shapes of models, for plans and tests
   finetune   fine-tune a language model, here or on a running Ray cluster
   vision     train an image classifier
-  stage      copy images to where they are trained on, verified
 
 Clusters
   render     the files of a cluster on ECS or KubeRay, and what it costs

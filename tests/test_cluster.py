@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import yaml
 from manifests import check_manifests
+from task_definitions import check_task_definition
 
 from rayapp import hardware
-from rayapp.cluster import PLATFORMS, Options, cost, image, paths_of_this_machine, render, write
-from rayapp.cluster.check import check_task_definition
-from rayapp.cluster.render import ROOT as TEMPLATES
+from rayapp.cluster import PLATFORMS, Options, cost, paths_of_this_machine, render, write
+from rayapp.cluster.cluster_files import ROOT as TEMPLATES
+from rayapp.cluster.options import IMAGE_CONTEXT, image_tag
 from rayapp.cluster.sizes import fleet, node
 from rayapp.config import ConfigError, RunConfig, load
 
@@ -553,14 +554,12 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ),
         ({"cluster.instance": "m6i.4xlarge", "cluster.gpu": "true"}, {}, "has no GPU"),
         ({"cluster.instance": "g5.2xlarge"}, {"efa": "true"}, "no Elastic Fabric Adapter"),
-        ({}, {"launch": "fargate"}, "Fargate has no GPUs, g5.12xlarge has 4"),
-        ({"cluster.instance": "m6i.4xlarge"}, {"launch": "fargate"}, "no shared memory"),
         (
             {"cluster.instance": "p3.8xlarge"},
             {},
             "the image's PyTorch has no code for its GPU V100",
         ),
-        ({"cluster.instance": "p3.8xlarge"}, {"tag": image.tag()}, "set --tag to it"),
+        ({"cluster.instance": "p3.8xlarge"}, {"tag": image_tag()}, "set --tag to it"),
         ({}, {"account": None}, "account=none is missing"),
         ({}, {"account": "12"}, "12 digits"),
         ({}, {"name": "Ray_App"}, "name=Ray_App is malformed"),
@@ -711,23 +710,23 @@ def test_nothing_rendered_is_secret() -> None:
 
 def test_another_source_is_another_image(tmp_path: Path) -> None:
     """The registry refuses a tag that it has; so does a second deploy, if the tag were the same."""
-    for name in image.CONTEXT:
+    for name in IMAGE_CONTEXT:
         place = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         place(ROOT / name, tmp_path / name)
-    before = image.tag(tmp_path)
-    assert before == image.tag() and re.fullmatch(r"[0-9.]+-[0-9a-f]{12}", before)
+    before = image_tag(tmp_path)
+    assert before == image_tag() and re.fullmatch(r"[0-9.]+-[0-9a-f]{12}", before)
     config, options = config_of("g5"), Options(account=ACCOUNT)
     assert f"rayapp:{before}" in render("ecs", config, options)["worker.json"]
     (tmp_path / "rayapp" / "hardware" / "gpus.csv").write_text("changed")
-    assert image.tag(tmp_path) != before
+    assert image_tag(tmp_path) != before
     (tmp_path / "rayapp" / "hardware" / "gpus.csv").write_bytes(
         (ROOT / "rayapp" / "hardware" / "gpus.csv").read_bytes()
     )
     (tmp_path / "rayapp" / "__pycache__").mkdir(exist_ok=True)
     (tmp_path / "rayapp" / "__pycache__" / "x.pyc").write_text("")
-    assert image.tag(tmp_path) == before
+    assert image_tag(tmp_path) == before
     copied = re.findall(r"^COPY (.+) \S+$", (TEMPLATES / "Dockerfile").read_text(), re.M)
-    assert {"cluster", *" ".join(copied).split()} == set(image.CONTEXT)
+    assert {"cluster", *" ".join(copied).split()} == set(IMAGE_CONTEXT)
 
 
 def test_images_are_pinned() -> None:

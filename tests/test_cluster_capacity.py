@@ -19,7 +19,7 @@ from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
 from rayapp.cluster.capacity import start
 from rayapp.cluster.connect import NotReachable
-from rayapp.cluster.preflight.findings import requirements_of
+from rayapp.cluster.preflight.facts import requirements_of
 from rayapp.config import RunConfig, load
 
 TYPES = ("m7i.4xlarge", "c6i.4xlarge", "r6i.4xlarge")
@@ -183,7 +183,7 @@ def test_a_cluster_that_is_not_there(
     err = capsys.readouterr().err
     assert err.startswith("failed: ") and "Cluster not found" in err and "Traceback" not in err
     assert main(["capacity", "k8s"]) == 2
-    assert "k8s is unknown: there is no such cluster to start. Set ecs" in capsys.readouterr().err
+    assert "k8s is unknown: there is no such cluster. Set ecs or eks" in capsys.readouterr().err
 
 
 def test_a_preflight_requires_no_type_of_a_list() -> None:

@@ -20,15 +20,15 @@ from patience import PATIENCE_S
 from ports import free_port
 
 from rayapp.__main__ import main
+from rayapp.cluster.capacity import wait_for_workers
 from rayapp.cluster.connect import (
     Forwarding,
     NotReachable,
     Way,
-    missing_tasks,
     through,
     to_ecs,
-    wait_for_tasks,
 )
+from rayapp.cluster.hosts import missing_tasks
 
 ARN = "arn:aws:ecs:us-west-2:123456789012:task/rayapp-ecs/0123456789abcdef"
 LISTED = {"cluster": "rayapp-ecs", "serviceName": "head", "desiredStatus": "RUNNING"}
@@ -339,6 +339,6 @@ def test_a_group_without_capacity_says_why() -> None:
     said = list[str]()
     line = f"service worker-on-demand is incomplete: 1 of 2 tasks run, {WHY}"
     with pytest.raises(NotReachable, match=r"Take another cluster\.instance"):
-        wait_for_tasks("rayapp", services(1), -1.0, said.append)
+        wait_for_workers("ecs", "rayapp", services(1), -1.0, said.append)
     assert said == [line]
     assert missing_tasks("rayapp", services(2)) == []

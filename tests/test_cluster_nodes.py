@@ -25,7 +25,7 @@ from ports import free_port
 from rendered import head_name, specs
 
 from rayapp.cluster import Options, render
-from rayapp.cluster.render import GRACE_S, JOB_STOP_S
+from rayapp.cluster.cluster_files import GRACE_S, JOB_STOP_S
 from rayapp.config import load
 from rayapp.observe import metrics
 from rayapp.storage import open_storage

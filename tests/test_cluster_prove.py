@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from proving import BIN, NAME, TASK, Hosts, Site
 from terraform import ROOT, Cloud
 
 from rayapp.cluster import Options
-from rayapp.cluster.prove import page, steps
-from rayapp.cluster.prove.__main__ import main, price
-from rayapp.cluster.prove.account import AwsAccount
-from rayapp.cluster.prove.page import FAIL, NOT_RUN, PASS, ProofPage, Step
-from rayapp.cluster.prove.proof import Failed, Proof
+from rayapp.cluster.prove import trials
+from rayapp.cluster.prove.__main__ import main, masked, page, price
+from rayapp.cluster.prove.account import AwsAccount, Failed
+from rayapp.cluster.prove.trials import FAIL, NOT_RUN, PASS, Proof, Step
+
+UP, RUN, NOTICE, *_, SAME = trials.TRIALS
+DOWN, LEFT = trials.WAY_DOWN
 
 needs_terraform = pytest.mark.skipif(
     shutil.which("terraform") is None, reason="terraform is not installed"
@@ -32,14 +35,14 @@ def rows(text: str) -> dict[str, tuple[str, str]]:
 def test_a_page_tells_all_but_the_account() -> None:
     seen = "arn:aws:ec2:us-west-2:123456789012:instance/i-1 is | left"
     listed = [Step("up", PASS, 61.4), Step("run", FAIL, 2.0, seen), Step("down")]
-    outcome = ProofPage("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
-    text = page.text(outcome)
+    whole = page("rayapp on ECS", {"region": "us-west-2"}, listed, ["make down-ecs NAME=x"])
+    text = masked(whole)
     assert text.startswith("# rayapp on ECS: FAIL\n") and "123456789012" not in text
     assert rows(text)["run"] == (FAIL, seen.replace("123456789012", "ACCOUNT").replace("|", "\\|"))
     assert rows(text)["down"] == (NOT_RUN, "") and "| up | PASS | 61 |" in text
     assert "- `make down-ecs NAME=x`" in text
-    assert "123456789012" in page.text(outcome, masked=False)
-    assert ProofPage("all", {}, [Step("up", PASS)]).result == PASS
+    assert "123456789012" in whole
+    assert page("all", {}, [Step("up", PASS)], []).startswith("# all: PASS\n")
 
 
 TOLD_BY_TERRAFORM = """
@@ -57,13 +60,48 @@ make: *** [Makefile:1: down-base] Error 1
 def test_what_terraform_says_is_told_without_its_frame(account: Cloud, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(TOLD_BY_TERRAFORM)
     own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", account.client)
-    proof = Proof(own, "bucket", tmp_path / "config", {}, tmp_path / "log", 0.0)
+    proof = Proof(own, "bucket", tmp_path / "config", tmp_path / "log", {}, 0.0)
     with pytest.raises(Failed) as raised:
         proof.needs(2, "make down-base")
     assert str(raised.value) == (
         "make down-base returned 2: Destroy complete? No. / Error: deleting S3 Bucket "
         "(rayapp-prove): BucketNotEmpty / with module.storage.aws_s3_bucket.this,"
     )
+
+
+LINES = [{"step": n, "batch_digest": f"{n:016x}", "loss": 2.0, "workers": 2} for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, "3 digests equal, losses within 0 nats per token"),
+        ({2: {"loss": 2.01}}, "3 digests equal, losses within 0.01 nats per token"),
+        ({2: {"loss": 2.1}}, "digests are equal, losses differ by 0.1 nats per token"),
+        ({1: {"loss": None}}, "digests are equal, losses differ by inf nats per token"),
+        ({1: {"batch_digest": "0"}}, "batch_digest differs, first at line 2 of 3 and 3"),
+        ({2: None}, "step differs, first at line 3 of 3 and 2"),
+    ],
+)
+def test_both_runs_are_compared_step_by_step(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[int, dict[str, object] | None],
+    seen: str,
+) -> None:
+    other = [
+        {**line, **(change or {})}
+        for number, line in enumerate(LINES)
+        if (change := changes.get(number, {})) is not None
+    ]
+    lines = {trials.DISTURBED: LINES, trials.UNDISTURBED: other}
+    monkeypatch.setattr(Proof, "run", lambda _, name: name)
+    monkeypatch.setattr(trials.metrics, "read", lines.__getitem__)
+    own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", lambda _: None)
+    proof = Proof(own, "bucket", tmp_path, tmp_path, {}, 0.0)
+    passes = seen.startswith("3 digests")
+    with contextlib.nullcontext() if passes else pytest.raises(Failed, match=re.escape(seen)):
+        assert trials.compare(proof) == seen
 
 
 def test_a_bucket_with_versions_can_be_emptied(account: Cloud) -> None:
@@ -104,10 +142,10 @@ def test_a_cluster_that_does_not_come_up_goes_down(
     assert done.returncode == 2, done.stderr  # make's code of a command that failed
     assert "cost: at most " in done.stdout and "USD/h with 1 x m6i.2xlarge and 3 x" in done.stdout
     found = rows(site.page(home))
-    assert list(found)[:2] == [steps.UP, steps.RUN] and list(found)[-2:] == [steps.DOWN, steps.LEFT]
-    assert found[steps.UP][0] == FAIL and "stand-in: terraform fails here" in found[steps.UP][1]
+    assert list(found)[:2] == [UP, RUN] and list(found)[-2:] == [DOWN, LEFT]
+    assert found[UP][0] == FAIL and "stand-in: terraform fails here" in found[UP][1]
     assert {found[name][0] for name in list(found)[1:-2]} == {NOT_RUN}
-    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+    assert found[DOWN][0] == PASS and found[LEFT][0] == PASS
     assert site.page(home).startswith(f"# rayapp on {home.upper()}: FAIL")
     assert "To remove by hand" not in site.page(home)
     calls = site.calls()
@@ -130,10 +168,10 @@ def test_a_cluster_without_its_hosts_goes_down(
 ) -> None:
     site = Site(account, tmp_path)
     within(site, monkeypatch, "CAPACITY=true")  # Terraform's stand-in makes no nodes to wait for
-    monkeypatch.setattr(steps, "LISTED_S", 0.0)
+    monkeypatch.setattr(trials, "LISTED_S", 0.0)
     assert main(["eks", "--yes=1", "--api_cidrs=203.0.113.7/32"]) == 1
     found = rows(site.page("eks"))
-    assert found[steps.UP] == (FAIL, "0 of 3 worker hosts run")
+    assert found[UP] == (FAIL, "0 of 3 worker hosts run")
     calls = site.calls()
     places = [
         next(number for number, call in enumerate(calls) if part in call)
@@ -151,7 +189,7 @@ def test_a_cluster_without_its_hosts_goes_down(
         )
     ]
     assert places == sorted(places), calls
-    assert found[steps.DOWN][0] == PASS and found[steps.LEFT][0] == PASS
+    assert found[DOWN][0] == PASS and found[LEFT][0] == PASS
 
 
 def test_what_a_failed_tear_down_leaves_is_named(
@@ -162,24 +200,24 @@ def test_what_a_failed_tear_down_leaves_is_named(
 ) -> None:
     site = Site(account, tmp_path, "infra/ecs apply", "infra/base destroy")
     within(site, monkeypatch)
-    monkeypatch.setattr(steps, "LEFT_S", 0.0)
-    sns, go_down = account.client("sns"), steps.go_down
+    monkeypatch.setattr(trials, "LEFT_S", 0.0)
+    sns, go_down = account.client("sns"), trials.go_down
 
     def leaves_a_topic(proof: Proof) -> str:
         tags = [{"Key": "Project", "Value": NAME}]
         sns.create_topic(Name="alarms", Tags=tags)
         return go_down(proof)
 
-    monkeypatch.setattr(steps, "go_down", leaves_a_topic)
+    monkeypatch.setitem(trials.WAY_DOWN, DOWN, leaves_a_topic)
     arn = "arn:aws:sns:us-west-2:123456789012:alarms"
     try:
         assert main(["ecs", "--yes=1"]) == 1
     finally:
         sns.delete_topic(TopicArn=arn)
     text, found = site.page("ecs"), rows(site.page("ecs"))
-    assert found[steps.DOWN][0] == FAIL and "make down-base returned" in found[steps.DOWN][1]
+    assert found[DOWN][0] == FAIL and "make down-base returned" in found[DOWN][1]
     assert len([call for call in site.calls() if "infra/base destroy" in call]) == 2
-    assert found[steps.LEFT] == (FAIL, "1 things are left, listed below")
+    assert found[LEFT] == (FAIL, "1 things are left, listed below")
     hand = text.partition("## To remove by hand")[2]
     assert f"- `make down-ecs NAME={NAME} REGION=us-west-2`" in hand
     assert f"make down-base NAME={NAME} REGION=us-west-2 BUCKET={NAME}-ACCOUNT-us-west-2" in hand
@@ -233,6 +271,6 @@ def test_z_all_of_a_proof(tmp_path: Path, home: str) -> None:
     found = rows(text)
     print(text)
     assert {result for result, _ in found.values()} == {PASS}
-    assert "0 steps lost" in found[steps.NOTICE][1]
-    assert "digests equal" in found[steps.SAME][1]
+    assert "0 steps lost" in found[NOTICE][1]
+    assert "digests equal" in found[SAME][1]
     assert len(hosts.noticed) == 1

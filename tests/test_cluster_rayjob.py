@@ -22,8 +22,8 @@ from manifests import check_manifests
 from stub_dashboard import dashboard
 
 from rayapp.cluster import Options, render, write
-from rayapp.cluster.render import ROOT as TEMPLATES
-from rayapp.cluster.render import rayjob_name
+from rayapp.cluster.cluster_files import ROOT as TEMPLATES
+from rayapp.cluster.cluster_files import rayjob_name
 from rayapp.config import load
 from rayapp.config.fields import NAME_PATTERN
 

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from rayapp.config import (
     fields,
     from_dict,
     load,
+    optimizers,
     parse_yaml,
 )
+from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.config.text import Dumper
 from rayapp.config.text import shown as text_of
 
@@ -481,6 +484,16 @@ def test_a_config_is_frozen_and_pickles() -> None:
     error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
     assert isinstance(error, ConfigError)
     assert error.problems == ["a", "b"] and str(error) == "a\nb"
+
+
+def test_an_optimizer_may_have_defaults_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(OPTIMIZERS[name].defaults for name in ("adamw", "adamw8bit", "muon", "sgd"))
+    own = replace(OPTIMIZERS["muon"], defaults={"lr": 1e-4, "betas": (0.9, 0.99)})
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", {**OPTIMIZERS, "muon": own})
+    found = [load(None, {"train.optimizer": name}, Config).train for name in ("muon", "adamw")]
+    assert [(each.lr, each.betas) for each in found] == [(1e-4, (0.9, 0.99)), (3e-4, (0.9, 0.95))]
+    set_by_user = load(None, {"train.optimizer": "muon", "train.lr": "0.02"}, Config).train
+    assert (set_by_user.lr, set_by_user.betas) == (0.02, (0.9, 0.99))
 
 
 def test_json_schema() -> None:

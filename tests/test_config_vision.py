@@ -104,7 +104,7 @@ def test_what_makes_it_another_run() -> None:
         ({"data__crop_scale": "0.5,0.1"}, "data.crop_scale=0.5, 0.1 is not a range"),
         ({"data__crop_scale": "0,1"}, "data.crop_scale=0.0, 1.0 is not a range"),
         ({"parallel__replicas": 2}, "parallel.replicas=2 is ineffective"),
-        ({"data__std": "0,1,1"}, "data.std=0.0, 1.0, 1.0 is not a divisor"),
+        ({"data__std": "0,1,1"}, "data.std.0=0 is not valid: it must be greater than 0"),
         ({"train__tokens_per_step": 64}, "train.tokens_per_step=64 is unknown"),
         ({"train__lable_smoothing": 0.1}, "Did you mean train.label_smoothing?"),
         ({"data__randaugment": "{magnitude: 31}"}, "data.randaugment.magnitude=31 is"),

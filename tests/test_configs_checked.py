@@ -19,7 +19,7 @@ from rayapp.finetune import check as language
 from rayapp.model import gguf
 from rayapp.presets import PRESETS
 from rayapp.storage import open_storage
-from rayapp.vision import check as vision
+from rayapp.vision import classifier_run as vision
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -89,7 +89,7 @@ def test_it_passes_the_checks_of_a_run(
     on_cluster = section(name)["cluster"]["instance"] is not None
     cores = None if on_cluster else 4
     if kind is VisionConfig:
-        if on_cluster:  # what stage has put there
+        if on_cluster:  # what lies there
             more |= {"data.path": str(place / "images"), "data.eval_path": str(place / "images")}
         ready: Any = vision.check(load(str(FOLDER / f"{name}.yaml"), more, kind), cores, 0)
         assert ready.source.files

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
-from rayapp.data.images import Transform, augment
+from rayapp.config.vision import ImageDataConfig
+from rayapp.data.images import augment
 
 Pixels = NDArray[np.uint8]
 SIDE = 37
@@ -49,7 +50,7 @@ def encoded(image: Image.Image, kind: str, orientation: int = 1, **more: Any) ->
 def whole(data: bytes, **more: Any) -> Pixels:
     """Return a square image as evaluation decodes it, neither cut nor scaled."""
     assert augment.problem_of(data) is None
-    return augment.centred(data, Transform(size=SIDE, eval_crop=1.0), **more)
+    return augment.centred(data, ImageDataConfig(size=SIDE, eval_crop=1.0), **more)
 
 
 def by_datasets(data: bytes) -> Pixels:
@@ -95,7 +96,7 @@ def test_an_image_is_turned_as_its_exif_says(kind: str, orientation: int) -> Non
     ramp = np.linspace(0, 255, 480 * 300).reshape(300, 480, 1) * [1.0, 0.5, 0.2]
     data = encoded(Image.fromarray(ramp.astype(np.uint8)), kind, orientation)
     upright = encoded(Image.fromarray(by_datasets(data)), "PNG")
-    look = Transform(size=24, crop_scale=(0.2, 0.6))
+    look = ImageDataConfig(size=24, crop_scale=(0.2, 0.6))
     for seed in range(4):
         found = augment.augmented(data, look, seed).astype(int)
         apart = np.abs(found - augment.augmented(upright, look, seed))
@@ -328,7 +329,7 @@ def test_an_operation_is_its_definition_bit_for_bit(
         draw = random.Random(seed)
         assert draw.random() >= 0  # which operation
         assert (draw.random() < 0.5) == (sign > 0)
-    monkeypatch.setattr(augment, "OPERATIONS", (name,))
+    monkeypatch.setattr(augment, "OPERATIONS", {name: augment.OPERATIONS[name]})
     image = pixels()
     for magnitude in range(31):
         for sign, seed in SEEDS.items():

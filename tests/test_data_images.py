@@ -25,26 +25,24 @@ from hypothesis import strategies as st
 from pictures import as_folder, as_parquet, as_tars, drawn, indexed
 from PIL import Image
 
+from rayapp.config.vision import ImageDataConfig, RandAugment
 from rayapp.data import stream as streams
-from rayapp.data.images import (
-    Images,
-    Transform,
-    augment,
-    batches,
-    find,
-    index,
-    indexing,
-    prepare,
-    shapes,
-    sources,
-    stream,
-)
+from rayapp.data.images import augment, batches, drawn_shapes, image_sources, index, indexing
 from rayapp.data.images.batches import held_out_batches, image_digest, local_steps, step_images
-from rayapp.data.sources import SourceError
+from rayapp.data.images.image_sources import find
+from rayapp.data.images.index import Images
+from rayapp.data.images.indexing import prepare
+from rayapp.data.sources import DataFile, SourceError
 from rayapp.order import EMPTY, Order, combine
 from rayapp.storage import StorageError, open_storage
 
-LOOK = Transform(size=24, crop_scale=(0.3, 1.0), layers=1, mixup=0.4, cutmix=0.4)
+ONE = RandAugment(layers=1)
+LOOK = ImageDataConfig(size=24, crop_scale=(0.3, 1.0), randaugment=ONE, mixup=0.4, cutmix=0.4)
+
+
+def found_in(path: Path) -> list[image_sources.FoundImage]:
+    source = find(str(path))
+    return list(image_sources.read(source, source.files))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def test_every_layout_gives_the_same_images(
     assert find(url).format == layout
     found = indexed(url, open_storage(str(tmp_path / "prepared")))
     assert contents(found) == [(name.partition("/")[0], data) for name, data in wanted]
-    assert found.classes == shapes.CLASSES[:3] and found.class_counts == (7, 7, 7)
+    assert found.classes == drawn_shapes.CLASSES[:3] and found.class_counts == (7, 7, 7)
     assert found.counts == {"train": 21, "eval": 0} and not found.bad and found.records == 21
     assert found.num_bytes == sum(len(data) for _, data in wanted)
 
@@ -107,7 +105,7 @@ def test_labels_of_tars_without_sidecars(tmp_path: Path) -> None:
 
 def test_what_cannot_be_trained_on_is_counted_and_named(tmp_path: Path) -> None:
     good = drawn(10, 2)
-    path = as_folder(tmp_path / "data", [*good, *shapes.damaged()])
+    path = as_folder(tmp_path / "data", [*good, *drawn_shapes.damaged()])
     (path / "README.txt").write_text("not in a class's folder")
     found = indexed(path, open_storage(str(tmp_path / "prepared")))
     assert contents(found) == sorted(
@@ -170,7 +168,7 @@ def test_a_damaged_tar_is_told_with_its_place(case: str, tmp_path: Path) -> None
     first = header("cat/a.png", 4) + b"abcd".ljust(512, b"\0")
     (tmp_path / "a.tar").write_bytes(first + spoilt + bytes(1024))
     with pytest.raises(SourceError, match=rf"/a\.tar is not a tar .*: .*{re.escape(words)}"):
-        list(sources.read(str(tmp_path), "tar", find(str(tmp_path)).files))
+        found_in(tmp_path)
 
 
 def test_what_memory_cannot_hold_is_not_read(
@@ -178,7 +176,7 @@ def test_what_memory_cannot_hold_is_not_read(
 ) -> None:
     """Members that are sparse, or too large; and a file too large in a class's folder."""
     (name, picture), *_ = drawn(1, 1)
-    monkeypatch.setattr(sources, "MAX_BYTES", len(picture))
+    monkeypatch.setattr(image_sources, "MAX_BYTES", len(picture))
     many = header("cat/large.png", len(picture) + 1) + bytes(-(-len(picture) // 512) * 512)
     sparse = header("cat/sparse.png", 512, b"S", whole=2 * GIB) + b"x" * 512
     good = header("cat/good.png", len(picture)) + picture.ljust(len(many) - 512, b"\0")
@@ -187,7 +185,7 @@ def test_what_memory_cannot_hold_is_not_read(
     path = as_folder(tmp_path / "tree", [(name, picture), ("cat/large.png", picture + b"x")])
     for root, bad in ((tmp_path / "tars", {"stored as a sparse file": 1}), (path, {})):
         found = indexed(root, open_storage(str(tmp_path / "prepared")))
-        assert found.bad == bad | {sources.TOO_LARGE: 1}
+        assert found.bad == bad | {image_sources.TOO_LARGE: 1}
         assert [data for _, data in contents(found)] == [picture]
 
 
@@ -256,16 +254,23 @@ def test_damaged_parquet_is_told_by_its_name(tmp_path: Path) -> None:
             data[at] ^= 255
         file.write_bytes(data[: draw.choice((len(data), len(data) // 2))])
         try:
-            list(sources.read(str(path), "parquet", find(str(path)).files))
+            found_in(path)
         except SourceError as error:
             told += 1
             assert f"/{file.name} is not Parquet that can be read: " in str(error)
     assert told > 15
 
 
+def test_files_that_end_every_process_are_named(tmp_path: Path) -> None:
+    root = as_folder(tmp_path, drawn(2, 1))
+    recipe = index.ImageRecipe(find(str(root)), None, 0.0)
+    (task,) = indexing.tasks_of(recipe)
+    assert task.place(recipe) == f"{recipe.source.files[0].name} (and 1 more files)"
+
+
 def test_the_fingerprint_tells_how_images_are_decoded() -> None:
     """The one of version 2 is commit 019c8f5's, whose runs go on with it."""
-    source = sources.ImageSource("s3://b/d", "folder", (sources.ImageFile("cat/1.png", 7),))
+    source = image_sources.ImageSource("s3://b/d", "folder", (DataFile("cat/1.png", 7, ""),))
     assert index.ImageRecipe(source, None, 0.05, version=2).fingerprint == "9d423e55a46af875"
     assert index.ImageRecipe(source, None, 0.05).fingerprint != "9d423e55a46af875"
 
@@ -302,14 +307,14 @@ def test_an_image_that_changes_is_refused_by_name(tmp_path: Path) -> None:
 def test_the_set_that_rayapp_draws(tmp_path: Path) -> None:
     """Labels that tell the classes apart, several formats and modes, and it is drawn only once."""
     storage = open_storage(str(tmp_path))
-    names = [shapes.one(name, n) for name in shapes.CLASSES for n in range(3)]
-    assert names == [shapes.one(name, n) for name in shapes.CLASSES for n in range(3)]
+    names = [drawn_shapes.one(name, n) for name in drawn_shapes.CLASSES for n in range(3)]
+    assert names == [drawn_shapes.one(name, n) for name in drawn_shapes.CLASSES for n in range(3)]
     kinds = collections.Counter(Image.open(io.BytesIO(data)).format for _, data in names)
     assert len(kinds) >= 4
-    storage.write(f"{shapes.NAME}-{shapes.VERSION}/{shapes.DONE}", b"there")
-    assert shapes.draw(storage) == f"{storage.url}/{shapes.NAME}-{shapes.VERSION}"
+    storage.write(f"{drawn_shapes.NAME}-{drawn_shapes.VERSION}/{drawn_shapes.DONE}", b"there")
+    assert drawn_shapes.draw(storage) == f"{storage.url}/{drawn_shapes.NAME}-{drawn_shapes.VERSION}"
     assert [entry.name for entry in storage.list()] == [
-        f"{shapes.NAME}-{shapes.VERSION}/{shapes.DONE}"
+        f"{drawn_shapes.NAME}-{drawn_shapes.VERSION}/{drawn_shapes.DONE}"
     ]
 
 
@@ -331,7 +336,7 @@ def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG") -> by
 def test_the_middle_is_what_cropping_and_scaling_by_hand_gives(
     kind: str, size: tuple[int, int]
 ) -> None:
-    data, look = picture(*size, kind=kind), Transform(size=24, eval_crop=0.75)
+    data, look = picture(*size, kind=kind), ImageDataConfig(size=24, eval_crop=0.75)
     side = 0.75 * min(size)
     left, top = (size[0] - side) / 2, (size[1] - side) / 2
     whole = Image.open(io.BytesIO(data)).convert("RGB")
@@ -384,7 +389,10 @@ def test_crops_are_distributed_as_torchvision_draws_them() -> None:
 
 
 def test_the_seed_alone_decides() -> None:
-    data, look = picture(60, 50), Transform(size=16, layers=2, magnitude=15)
+    data, look = (
+        picture(60, 50),
+        ImageDataConfig(size=16, randaugment=RandAugment(layers=2, magnitude=15)),
+    )
     first = [augment.augmented(data, look, seed) for seed in range(20)]
     again = [augment.augmented(data, look, seed) for seed in reversed(range(20))]
     assert all(map(np.array_equal, first, reversed(again)))
@@ -392,8 +400,8 @@ def test_the_seed_alone_decides() -> None:
     with ThreadPoolExecutor(4) as pool:
         at_once = pool.map(lambda seed: augment.augmented(data, look, seed), range(20))
         assert all(map(np.array_equal, first, at_once))
-    plain = Transform(size=16, crop_scale=(1, 1), flip=1.0)
-    expected = augment.centred(data, Transform(size=16, eval_crop=1.0))[:, ::-1]
+    plain = ImageDataConfig(size=16, crop_scale=(1, 1), flip=1.0)
+    expected = augment.centred(data, ImageDataConfig(size=16, eval_crop=1.0))[:, ::-1]
     assert np.array_equal(augment.augmented(data, plain, 5), expected)
 
 
@@ -401,7 +409,7 @@ def test_the_seed_alone_decides() -> None:
 def test_every_mode_becomes_rgb(mode: str) -> None:
     kind = "TIFF" if mode in ("CMYK", "I;16") else "PNG"
     assert augment.problem_of(picture(40, 40, mode, kind)) is None
-    assert augment.augmented(picture(40, 40, mode, kind), Transform(size=16), 1).shape == (
+    assert augment.augmented(picture(40, 40, mode, kind), ImageDataConfig(size=16), 1).shape == (
         16,
         16,
         3,
@@ -414,7 +422,7 @@ def test_every_operation_of_randaugment(name: str, monkeypatch: pytest.MonkeyPat
     rough = np.random.default_rng(0).integers(-9, 9, smooth.shape)
     most = 254  # solarize at magnitude 0 inverts 255 alone
     image = Image.fromarray(np.clip(smooth + rough, 0, most).astype(np.uint8))
-    monkeypatch.setattr(augment, "OPERATIONS", (name,))
+    monkeypatch.setattr(augment, "OPERATIONS", {name: augment.OPERATIONS[name]})
     still = augment._operate(image, 0, random.Random(1))
     changed = augment._operate(image, 20, random.Random(1))
     assert changed.size == (32, 32) and changed.mode == "RGB"
@@ -436,7 +444,7 @@ def test_mixing_keeps_every_pixel_and_every_share(count: int, seed: int, kind: s
     images = draw.integers(0, 256, (count, 8, 8, 3), np.uint8)
     labels, seeds = np.arange(count), draw.integers(0, 2**63, count).astype(np.uint64)
     present = draw.random(count) < 0.8
-    look = Transform(8, mixup=0.5 * (kind != "cutmix"), cutmix=0.7 * (kind != "mixup"))
+    look = ImageDataConfig(size=8, mixup=0.5 * (kind != "cutmix"), cutmix=0.7 * (kind != "mixup"))
     mixed = images.copy()
     others, shares = augment.mix(mixed, labels, seeds, present, look)
     for j in range(count):
@@ -501,7 +509,7 @@ def test_digests_tell_of_bytes_class_seed_and_place(images: Images) -> None:
 
 def test_an_image_looks_different_in_every_epoch(images: Images) -> None:
     seen = collections.defaultdict(set)
-    plain = Transform(size=24)
+    plain = ImageDataConfig(size=24)
     for batch in local_steps(images.rows("train"), plain, ORDER, 0, 1, 0):
         for place, row in np.ndenumerate(batch.rows):
             if row != EMPTY:
@@ -581,13 +589,13 @@ def test_ray_data_indexes_as_one_process_does(
 def test_the_stream_is_what_one_process_makes(
     ray_here: None, images: Images, world: int, first_step: int
 ) -> None:
-    opened = partial(stream.stream, images, LOOK, ORDER)
+    opened = partial(batches.stream, images, LOOK, ORDER)
     shards = streams.ExactOrder(opened).configure({"train": first_step}, world)
     taken: list[list[batches.StepImages]] = [[] for _ in range(world)]
 
     def consume(rank: int) -> None:
         micro_batches = ORDER.num_micro_batches(world)
-        taken[rank] += stream.steps(shards[rank]["train"], ORDER.micro_batch, micro_batches)
+        taken[rank] += batches.steps(shards[rank]["train"], ORDER.micro_batch, micro_batches)
 
     threads = [threading.Thread(target=consume, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -598,6 +606,6 @@ def test_the_stream_is_what_one_process_makes(
         expected = list(local_steps(images.rows("train"), LOOK, ORDER, rank, world, first_step))
         assert [one.step for one in taken[rank]] == [one.step for one in expected]
         for one, other in zip(taken[rank], expected, strict=True):
-            for name in stream.FIELDS:
+            for name in batches._fields(0):
                 a, b = getattr(one, name), getattr(other, name)
                 assert np.array_equal(a, b) and a.dtype == b.dtype, name

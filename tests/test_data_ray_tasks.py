@@ -30,8 +30,6 @@ class Task:
     number: int
     seconds: float = 0.5
     source: int = 0
-    origin: str = "train"
-    unit: None = None
 
     def run(self, recipe, url, folder):
         time.sleep(self.seconds)

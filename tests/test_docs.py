@@ -243,8 +243,6 @@ def test_cheap_commands_run(
     words = shlex.split(command)
     if words[0] == "init":
         monkeypatch.chdir(tmp_path)  # it replaces no file
-    if words[0] == "plan" and "--trace" in words:
-        words.append("--model.overrides={num_hidden_layers: 1}")
     code = main(words)
     assert code == 0
 

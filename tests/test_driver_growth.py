@@ -117,7 +117,7 @@ class Driver:
             lambda config, *here: Ready(config, self.run), lambda ready, gpus: ready, prepare
         )
         self.out.truncate(0)
-        result: Any = command.run(config, kind, Console(file=self.out, width=200), None)
+        result: Any = kind.run(config, Console(file=self.out, width=200))
         return dict(result)
 
     def state(self) -> dict[str, bytes]:

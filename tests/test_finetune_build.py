@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from memory_trace import trace
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -35,7 +36,6 @@ from rayapp.storage import open_storage
 from rayapp.train import loop
 from rayapp.train.engine import Engine, inputs
 from rayapp.train.loss import liger_cross_entropy
-from rayapp.train.trace import trace
 
 pytestmark = pytest.mark.full
 

@@ -21,9 +21,9 @@ from rayapp.config import ConfigError, from_dict
 from rayapp.config.code import digest_of
 from rayapp.data.tokens import byte_tokenizer, save_tokenizer
 from rayapp.finetune import check, finetune
-from rayapp.finetune.check import forecast
 from rayapp.planner import size_problem
 from rayapp.storage import open_storage
+from rayapp.train.planning import forecast
 
 
 def config(**cluster: Any) -> Any:
@@ -120,7 +120,7 @@ def test_the_forecast_knows_the_steps_and_the_shape_it_is_given() -> None:
     some = config(workers="8", instance="p5.48xlarge")
     smaller = model.resolve("llama3.1-8b").config
     smaller.num_hidden_layers = 16
-    half, whole = forecast(some, smaller, 100), forecast(some, shape(), 100)
+    half, whole = forecast(some, smaller, steps=100), forecast(some, shape(), steps=100)
     assert half is not None and whole is not None
     assert half.hours is not None and whole.hours is not None
     assert half.hours.value < whole.hours.value

@@ -18,7 +18,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.finetune import micro_batch
 from rayapp.order import Order
-from rayapp.planner.memory import Layout, peak_memory, with_slack
+from rayapp.planner.memory import Layout, with_slack
 from rayapp.planner.shape import shape_of
 from rayapp.storage import Storage, open_storage
 from rayapp.train.spec import LanguageSpec
@@ -48,7 +48,7 @@ def peak_gib(size: int) -> float:
     """Compute the plan of a size on 2 GPUs, past the planner."""
     shape = shape_of(SHAPE.to_dict())
     more = ROWS // size > 2
-    return with_slack(peak_memory(Layout(shape, 2, size, SEQ_LEN, accumulates=more))).total / GIB
+    return with_slack(Layout(shape, 2, size, SEQ_LEN, accumulates=more).peak()).total / GIB
 
 
 def choose(

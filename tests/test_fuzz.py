@@ -39,7 +39,8 @@ from transformers import AutoTokenizer
 
 from rayapp import model, planner
 from rayapp.config import Config, ConfigError, VisionConfig, from_dict, load
-from rayapp.data import images, sources
+from rayapp.config.vision import ImageDataConfig
+from rayapp.data import sources
 from rayapp.data.documents import Renderer
 from rayapp.data.images.augment import centred
 from rayapp.data.prepared import load as load_prepared
@@ -246,7 +247,7 @@ def test_images(tmp_path: Path) -> None:
         with contextlib.suppress(ConfigError, StorageError):
             rows = indexed(place / kind, open_storage(str(place / "index"))).rows("train")
             for data in rows.read(range(len(rows))):
-                assert centred(data, images.Transform(size=32)).shape == (32, 32, 3)
+                assert centred(data, ImageDataConfig(size=32)).shape == (32, 32, 3)
 
     fuzz(judge, whole, tmp_path)
 

@@ -877,13 +877,20 @@ def test_every_instance_is_of_a_known_size() -> None:
 
 
 def test_variables_are_typed_and_told() -> None:
-    for path in sorted((ROOT / "infra").rglob("variables.tf")):
+    """What stacks or modules have in common is one file in infra/shared, which they link to."""
+    infra = ROOT / "infra"
+    for path in sorted(infra.rglob("*.tf")):
         for block in re.split(r"\n(?=variable )", path.read_text()):
-            assert re.search(r"^  description = ", block, re.M), f"{path}: {block[:40]}"
-            assert re.search(r"^  type +=", block, re.M), f"{path}: {block[:40]}"
-    for folder in {path.parent for path in (ROOT / "infra").rglob("*.tf")}:
-        names = {path.name for path in folder.glob("*.tf")}
-        assert names == {"main.tf", "variables.tf", "outputs.tf", "versions.tf"}, folder
+            if block.startswith("variable "):
+                assert re.search(r"^  description = ", block, re.M), f"{path}: {block[:40]}"
+                assert re.search(r"^  type +=", block, re.M), f"{path}: {block[:40]}"
+    more = {"base": {"versions.tf"}, "ecs_nodes": {"machine.tf"}, "eks_nodes": {"machine.tf"}}
+    more |= {stack: {"versions.tf", "shared.tf"} for stack in ("ecs", "eks")}
+    for folder in {path.parent for path in infra.rglob("*.tf")} - {infra / "shared"}:
+        own = {"main.tf", "variables.tf", "outputs.tf"}
+        assert {path.name for path in folder.glob("*.tf")} == own | more.get(folder.name, set())
+        links = {path.name: path.resolve().parent for path in folder.iterdir() if path.is_symlink()}
+        assert links == dict.fromkeys(more.get(folder.name, ()), infra / "shared")
 
 
 def leftovers(cloud: Cloud) -> dict[str, list[str]]:

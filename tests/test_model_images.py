@@ -17,10 +17,9 @@ from torch import nn
 from transformers import AutoImageProcessor, EfficientNetConfig, ResNetConfig
 from transformers.models.auto.modeling_auto import AutoModelForImageClassification
 
-from rayapp.data.images.augment import Transform, centred
+from rayapp.config.vision import ImageDataConfig
+from rayapp.data.images.augment import centred
 from rayapp.model import num_parameters
-from rayapp.model.average import Average
-from rayapp.model.batch_norm import BatchNorm, Settling, discard, use_batch_norm
 from rayapp.model.classifier import (
     Classifier,
     build_classifier,
@@ -28,7 +27,8 @@ from rayapp.model.classifier import (
     shape_of_classifier,
     write_processor,
 )
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.model.moving_averages import Average, BatchNorm, Settling, discard, use_batch_norm
+from rayapp.presets import IMAGE_PRESETS
 from rayapp.storage import open_storage
 
 CHANNELS = 5
@@ -249,7 +249,10 @@ def test_the_exported_processor_crops_as_evaluation_does(size: int, tmp_path: Pa
     image.save(data, "PNG")
     write_processor(open_storage(str(tmp_path)), size, 0.875, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     found = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="np")
-    pixels = centred(data.getvalue(), Transform(size, 0.875)).astype(np.float32) / 255
+    pixels = (
+        centred(data.getvalue(), ImageDataConfig(size=size, eval_crop=0.875)).astype(np.float32)
+        / 255
+    )
     expected = (pixels - np.float32((0.5, 0.4, 0.3))) / np.float32((0.2, 0.3, 0.4))
     assert found["pixel_values"].shape == (1, 3, size, size)
     apart = np.abs(found["pixel_values"][0].transpose(1, 2, 0) - expected)

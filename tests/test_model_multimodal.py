@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory_trace import trace
 from peft import PeftModel
 from reference import grid, made, product
 from transformers import (
@@ -22,9 +24,11 @@ from transformers import (
 
 from rayapp import model
 from rayapp.__main__ import main
-from rayapp.config import Lora
+from rayapp.config import Lora, load
 from rayapp.model.build import beside_text
 from rayapp.model.sharding import find_blocks
+from rayapp.planner.memory import Layout
+from rayapp.train.planning import plan
 
 TEXT = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "head_dim": 16}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": made.VOCABULARY}
@@ -109,14 +113,17 @@ def test_the_plan_counts_the_encoder_beside_the_text(
     sizes = ["--data.seq_len=128", "--train.tokens_per_step=1024", "--train.micro_batch=1"]
     machine = ["--cluster.workers=8", "--cluster.instance=g5.48xlarge"]
     asked = ["plan", f"--model.path={folder / 'model'}", *sizes, *machine]
-    assert main([*asked, "--json", "--trace=true"]) == 0
+    assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     hf = opened(folder / "model")
     beside = sum(p.numel() for name, p in hf.named_parameters() if "language_model" not in name)
     assert found["parameters"] == sum(p.numel() for p in hf.parameters())
     assert found["trainable_parameters"] == found["parameters"] - beside
-    traced = found["traced"]
-    assert traced["planned_gib"] == pytest.approx(traced["peak_gib"], rel=0.10)
+    layout = plan(load(None, dict(each[2:].split("=", 1) for each in asked[1:]))).question.layout
+    assert isinstance(layout, Layout)
+    config = model.resolve(str(folder / "model")).config
+    traced = trace(config, world=8, micro_batch=1, seq_len=128).peak_bytes
+    assert replace(layout, on_cpu=True).peak().total == pytest.approx(traced, rel=0.10)
     assert main(asked) == 0
     assert "trained (the text decoder)" in " ".join(capsys.readouterr().out.split())
 

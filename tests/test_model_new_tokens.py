@@ -28,7 +28,6 @@ from rayapp.config import Config, ConfigError, load
 from rayapp.finetune.check import check
 from rayapp.generation import generate
 from rayapp.model import build, no_loss, rows_problem
-from rayapp.planner.memory import checkpoint_bytes
 from rayapp.train.planning import plan
 
 NEW = ["<|im_start|>", "<|im_end|>"]
@@ -153,6 +152,6 @@ def test_the_plan_counts_the_rows_and_says_what_opens_them(tied: bool, tmp_path:
     layouts = [without.question.layout, among.question.layout]
     assert layouts[1].trainable - layouts[0].trainable == rows  # type: ignore[union-attr]
     assert layouts[1].shape.vocabulary == layouts[0].shape.vocabulary + 2  # type: ignore[union-attr]
-    sizes = [checkpoint_bytes(each) for each in layouts]  # type: ignore[arg-type]
+    sizes = [each.checkpoint_bytes() for each in layouts]  # type: ignore[arg-type]
     assert sizes[1] - sizes[0] == 12 * rows
     assert any("vLLM does not: set model.lora.merge=true" in why for why in among.reasons)

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from support.architectures import ARCHITECTURES, Architecture
 from test_model_mixers import CPU, loss_of_each, packed_loss
-from test_train_reading import memory
+from test_train_model_reading import memory
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

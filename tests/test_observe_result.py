@@ -125,7 +125,7 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_begun_anew(
     ready = command.CheckedRun(load(), run)
     kind = command.Kind(lambda *here: ready, lambda ready, gpus: ready, prepare=None)  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match=r"step-00000003: COMMITTED is damaged.*from a copy"):
-        command.run(load(), kind, None, None)
+        kind.run(load())
     assert [(entry.name, entry.etag) for entry in run.list()] == before
 
 

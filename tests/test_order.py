@@ -26,7 +26,7 @@ from rayapp.order import (
     permutation,
     row_digest,
 )
-from rayapp.planner.machines import per_worker
+from rayapp.planner.question import per_worker
 
 seeds = st.integers(0, 2**63)
 orders = st.builds(

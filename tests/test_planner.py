@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,10 @@ from published_runs import DOC, RUNS, machine, table
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict, load
+from rayapp.config.language import Checkpointing
+from rayapp.config.optimizers import OptimizerName
 from rayapp.hardware import GPUS, INSTANCES
-from rayapp.planner.flops import mean_context
-from rayapp.planner.memory import Layout, checkpoint_bytes, kept_bytes, peak_memory, state_bytes
+from rayapp.planner.memory import Layout, kept_bytes, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload, collective_s, machine_of
@@ -71,7 +72,7 @@ def test_blocks_keep_what_they_kept_on_an_h100(compiled: bool, gib: float) -> No
     """`bench/step.py`: peaks of llama3.2-1b, 2 x 4096 tokens, less that of full checkpointing."""
     layout = Layout(shape_of(config_of("llama3.2-1b")), 1, 2, 4096, compiled=compiled)
     full = replace(layout, checkpointing="full")
-    apart = peak_memory(layout).total - peak_memory(full).total
+    apart = layout.peak().total - full.peak().total
     assert apart / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -102,9 +103,9 @@ LAYOUTS = st.builds(
     shards=st.sampled_from([1, 2, 8, 64]),
     micro_batch=st.integers(1, 8),
     seq_len=st.sampled_from([256, 2048, 8192]),
-    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    checkpointing=st.sampled_from(get_args(Checkpointing)),
     precision=st.sampled_from(["fp32", "bf16"]),
-    optimizer=st.sampled_from(["adamw", "adamw8bit", "muon"]),
+    optimizer=st.sampled_from(get_args(OptimizerName)),
     compiled=st.booleans(),
     lora_rank=st.sampled_from([None, 16]),
     loss_chunk=st.sampled_from([0, 1024, 4096]),
@@ -114,10 +115,10 @@ LAYOUTS = st.builds(
 
 @given(LAYOUTS)
 def test_more_tokens_take_more_and_more_shards_less(layout: Layout) -> None:
-    peak = peak_memory(layout).total
-    assert peak_memory(replace(layout, micro_batch=layout.micro_batch + 1)).total >= peak
+    peak = layout.peak().total
+    assert replace(layout, micro_batch=layout.micro_batch + 1).peak().total >= peak
     if layout.shape.experts == 1:  # experts are padded to the number of shards
-        assert peak_memory(replace(layout, shards=2 * layout.shards)).total <= peak * 1.0001
+        assert replace(layout, shards=2 * layout.shards).peak().total <= peak * 1.0001
     assert peak >= sum(state_bytes(layout).values()) - state_bytes(layout)["gradients"]
 
 
@@ -125,7 +126,7 @@ def test_more_tokens_take_more_and_more_shards_less(layout: Layout) -> None:
 def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> None:
     modes = ("none", "selective", "full")
     layouts = [replace(layout, checkpointing=mode) for mode in modes]
-    none, selective, full = map(peak_memory, layouts)
+    none, selective, full = (each.peak() for each in layouts)
     if layout.shape.layers > 8:  # else a block's own recomputation weighs as much
         kept = kept_bytes(layouts[0]) * layout.shape.layers * layout.tokens
         for less, more, share in ((full, selective, 1.0001), (selective, none, 1.3498)):
@@ -136,8 +137,7 @@ def test_recomputing_more_takes_less_memory_and_more_time(layout: Layout) -> Non
     here = machine(GPUS["A100-80GB"], 8, 400)
     layout = replace(layout, shards=8)
     times = [
-        step_time(Workload(replace(layout, checkpointing=mode), here, 512.0)).total_s
-        for mode in modes
+        step_time(Workload(replace(layout, checkpointing=mode), here)).total_s for mode in modes
     ]
     assert times[0] <= times[1] <= times[2] * 1.0001
 
@@ -147,8 +147,7 @@ def test_a_faster_link_is_never_slower(name: str, nodes: int, power: int) -> Non
     layout = Layout(shape_of(config_of(name)), shards=8 * nodes, micro_batch=1, seq_len=1024)
     slow = Machine(GPUS["A100-80GB"], 8, nodes, 100e9 * 2**power, efa=True)
     fast = replace(slow, network_bits_per_s=2 * slow.network_bits_per_s)
-    context = mean_context([1024])
-    before, after = (step_time(Workload(layout, one, context)).total_s for one in (slow, fast))
+    before, after = (step_time(Workload(layout, one)).total_s for one in (slow, fast))
     assert after <= before
 
 
@@ -165,22 +164,22 @@ def test_a_ring_is_bound_by_its_slowest_link() -> None:
 
 
 def test_hybrid_sharding_wins_where_the_network_is_slow() -> None:
-    shape, context = shape_of(config_of("llama2-7b")), mean_context([2048])
+    shape = shape_of(config_of("llama2-7b"))
     slow = Machine(GPUS["A100-80GB"], 8, 4, 100e9, efa=True)
     whole = Layout(shape, shards=32, micro_batch=4, seq_len=2048, checkpointing="full")
     hybrid = replace(whole, shards=8, strategy="hybrid_shard")
-    times = [step_time(Workload(layout, slow, context)).exposed_s for layout in (whole, hybrid)]
+    times = [step_time(Workload(layout, slow)).exposed_s for layout in (whole, hybrid)]
     assert times[1] < times[0]  # gradients still cross the network, in fp32
-    assert peak_memory(hybrid).total > peak_memory(whole).total
+    assert hybrid.peak().total > whole.peak().total
 
 
 @pytest.mark.parametrize("field", ["cpu_offload", "activation_offload"])
 def test_offloading_trades_time_for_memory(field: str) -> None:
-    here, context = machine(GPUS["A100-80GB"], 8, 400), mean_context([2048])
+    here = machine(GPUS["A100-80GB"], 8, 400)
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=2, seq_len=2048)
     moved = replace(layout, **{field: True})
-    assert peak_memory(moved).total < 0.95 * peak_memory(layout).total
-    times = [step_time(Workload(one, here, context)).total_s for one in (layout, moved)]
+    assert moved.peak().total < 0.95 * layout.peak().total
+    times = [step_time(Workload(one, here)).total_s for one in (layout, moved)]
     assert times[1] > 1.05 * times[0]
 
 
@@ -194,8 +193,8 @@ def test_experts_are_cut_into_as_many_pieces_as_there_are_ranks() -> None:
 
 def test_a_checkpoint_is_parameters_and_moments() -> None:
     layout = Layout(shape_of(config_of("llama3.1-8b")), shards=8, micro_batch=1, seq_len=512)
-    assert checkpoint_bytes(layout) == 12 * 8_030_261_248
-    assert checkpoint_bytes(replace(layout, lora_rank=16)) == 12 * 41_943_040
+    assert layout.checkpoint_bytes() == 12 * 8_030_261_248
+    assert replace(layout, lora_rank=16).checkpoint_bytes() == 12 * 41_943_040
 
 
 # Answers.
@@ -456,12 +455,12 @@ def test_dolly_on_8_a10g_as_the_seed_ran_it() -> None:
 
 def test_llama2_scales_to_16_p5_at_least_as_well_as_the_seed() -> None:
     """The seed says 87 % on 16 p5.48xlarge; rows a GPU stay the same there."""
-    shape, context = shape_of(config_of("llama2-7b")), mean_context([4096])
+    shape = shape_of(config_of("llama2-7b"))
     rates = []
     for nodes in (1, 16):
         layout = Layout(shape, 8 * nodes, 3, 4096, checkpointing="full")
         here = machine_of(INSTANCES["p5.48xlarge"], nodes)
-        rates.append(layout.tokens / step_time(Workload(layout, here, context)).total_s)
+        rates.append(layout.tokens / step_time(Workload(layout, here)).total_s)
     assert 0.87 < rates[1] / rates[0] <= 1.0
 
 

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageClassification, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from rayapp.planner.image_memory import ImageLayout, image_peak, kept_image_bytes
+from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.shape import UnknownShape
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 
 # An odd size, and what no preset has.
 ODD: dict[str, tuple[dict[str, Any], int]] = {
@@ -136,21 +136,21 @@ def test_other_families_and_tiny_images_are_refused() -> None:
 
 def test_memory_by_its_terms() -> None:
     layout = ImageLayout(shape(), 1, 64, precision="fp32")
-    peak = image_peak(layout)
+    peak = layout.peak()
     parameters = 4 * 25_557_032
     for name in ("parameters", "gradients", "optimizer"):
         assert peak.terms[name] == parameters
-    assert peak.terms["activations"] == 64 * kept_image_bytes(layout)
+    assert peak.terms["activations"] == 64 * layout.kept_bytes
     half = ImageLayout(shape(), 1, 64, precision="bf16")
-    assert kept_image_bytes(half) < 0.52 * kept_image_bytes(layout)
+    assert half.kept_bytes < 0.52 * layout.kept_bytes
     assert half.checkpoint_bytes() == 2 * parameters
     more = ImageLayout(shape(), 4, 64, "full_shard", optimizer="adamw", averaged=True)
-    assert image_peak(more).terms["optimizer"] == 2 * parameters / 4
+    assert more.peak().terms["optimizer"] == 2 * parameters / 4
     assert more.checkpoint_bytes() == 4 * parameters
 
 
 def test_synchronized_batch_norm_keeps_fp32() -> None:
     plain = ImageLayout(shape(), 1, 64)
     together = ImageLayout(shape(), 1, 64, synchronized=True)
-    more = kept_image_bytes(together) - kept_image_bytes(plain)
+    more = together.kept_bytes - plain.kept_bytes
     assert more == 2 * shape().kept.norms

@@ -18,10 +18,9 @@ from rayapp.__main__ import main
 from rayapp.config import ConfigError, VisionConfig, from_dict, load
 from rayapp.observe.run_folder import Exit
 from rayapp.planner.answer import IMAGES_SPEED_BAND
-from rayapp.planner.image_memory import kept_image_bytes
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Machine, Workload
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 
 ROOT = Path(__file__).parent.parent
 RESNET = str(ROOT / "configs" / "resnet50_imagenet.yaml")
@@ -63,7 +62,7 @@ def test_the_largest_micro_batch_that_was_published_fits_and_half_as_many_more_d
     """timm halves its batch until it fits 24 GiB: 8 images of B7, as neither 16 nor 12 did."""
     (b7,) = (run for run in RUNS if "efficientnet-b7" in run.what)
     layout = b7.job.layout
-    of_image = kept_image_bytes(layout)
+    of_image = layout.kept_bytes
     assert 8 * of_image < 0.9 * RTX3090.memory_gib * 2**30
     assert 12 * of_image > 0.9 * RTX3090.memory_gib * 2**30
 
@@ -273,5 +272,3 @@ def test_options_of_the_other_kind_are_refused(capsys: pytest.CaptureFixture[str
     text = str(ROOT / "configs" / "llama3_1_8b_c4_eks.yaml")
     assert main(["plan", text, "--images=5"]) != Exit.DONE
     assert "is for image classifiers" in capsys.readouterr().err
-    assert main(["plan", RESNET, "--trace"]) != Exit.DONE
-    assert "is for language models" in capsys.readouterr().err

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rayapp import model, planner
-from rayapp.cli import planning
+from rayapp.cli import plans
 from rayapp.config import Config, from_dict
 from rayapp.data import tokens
+from rayapp.driver.checks import plan_problem
 from rayapp.finetune import check as checks
 from rayapp.finetune import plan_lines as show
 from rayapp.finetune.build import model_shape
-from rayapp.finetune.check import forecast
 from rayapp.order import Order
 from rayapp.planner import trained
 from rayapp.storage import open_storage
+from rayapp.train.planning import forecast
 
 OWN = 700
 TOKENIZERS = {"bytes": 259, "bpe:300": 300, "bpe:900": 900, "folder": 400, "large": 5000}
@@ -102,7 +103,8 @@ def test_the_check_before_a_run_is_of_the_vocabulary_that_is_trained(tokenizer: 
             "cluster": {"workers": 4, "instance": "g5.12xlarge"},
         }
     )
-    assert checks.plan_problem(config, model.resolve("llama3.2-1b"), None) is None
+    shape = model_shape(model.resolve("llama3.2-1b"), config, None)
+    assert plan_problem(config, lambda each: forecast(each, shape)) is None
     assert planner.plan(config).fits
 
 
@@ -137,7 +139,7 @@ def test_random_weights_are_said_by_plan_and_run(
 ) -> None:
     path = str(folders / "model") if path == "model" else path
     words = [f"--model.path={path}", f"--model.from_scratch={from_scratch}"]
-    assert planning.plan([*words, "--train.micro_batch=1"]) == 0
+    assert plans.plan([*words, "--train.micro_batch=1"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     config = from_dict(
         {

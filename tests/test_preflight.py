@@ -33,22 +33,22 @@ from support.architectures import ARCHITECTURES
 
 from rayapp import __main__ as entry
 from rayapp.cluster.preflight import __main__ as command
-from rayapp.cluster.preflight import collectives, facts, node_probe, page, worker
+from rayapp.cluster.preflight import facts, group_worker, node_probe
 from rayapp.cluster.preflight import survey as surveying
 from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
+    AllReduce,
+    ClockOffset,
     ClusterFacts,
     Device,
-    FactRow,
-    GpuClock,
+    Finding,
     Link,
     Probe,
     Rank,
+    Requirements,
     Silence,
     Speed,
 )
-from rayapp.cluster.preflight.findings import Finding, Requirements
-from rayapp.cluster.preflight.interfaces import listed, reached_at
 from rayapp.config import Config, load
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import SubmitOptions, prepare
@@ -112,7 +112,7 @@ LOGS = {
 @pytest.mark.parametrize("name", LOGS)
 def test_the_network_is_read_from_nccls_log(name: str) -> None:
     lines, network = LOGS[name]
-    assert collectives.network_of(HOST + line for line in lines) == network
+    assert group_worker.network_of(HOST + line for line in lines) == network
 
 
 # --- the assess ---------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
     found, ranks = [], []
     for number in range(nodes):
         devices = tuple(
-            Device(i, f"GPU-{i}", gpu.device_name, "570.1", 80.0, 1500, 1980, 0, False)
+            Device(i, f"GPU-{i}", gpu.device_name, "570.1", 80.0, 0, False)
             for i in range(lanes if gpu else 0)
         )
         seen = facts.NodeFacts(
@@ -148,36 +148,31 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
                 f"host-{number}",
                 resources,
                 seen,
-                GpuClock(0.001, 0.002),
+                ClockOffset(0.001, 0.002),
                 Probe(2**25, 200e6, 400e6, shared=True),
             )
         )
         for lane in range(lanes):
             jitter = 1 + 0.03 * ((number * 7 + lane) % 3 - 1)
-            flops = {"fp32": 50e9, "bf16": 90e9}
-            memory = 10e9
+            flops, memory = 50e9, 10e9
             if gpu:
-                sheet = gpu.measured_flops.get("bf16") or 0.8 * (gpu.flops["bf16"] or 0)
-                flops = {"fp32": 20e12} | ({"bf16": sheet} if sheet else {})
+                sheet = 0.8 * (gpu.flops["bf16"] or 20e12)
+                flops = gpu.measured_flops.get("bf16") or sheet
                 memory = 0.9 * gpu.memory_bytes_per_s
             speed = Speed(
                 gpu.device_name if gpu else "cpu",
                 lane if gpu else None,
-                {name: value * jitter for name, value in flops.items()},
+                "bf16" if gpu else "fp32",
+                flops * jitter,
                 memory * jitter,
             )
             network = "efa" if kind and kind.efa_interfaces else "socket"
-            ranks.append(Rank(len(ranks), id, lane, speed, network if gpu else None, "2.28.3"))
+            ranks.append(Rank(len(ranks), id, speed, network if gpu else None, "2.28.3"))
     rate = 0.9 * kind.network_bits_per_s / 8 if kind else 1e9
     bus = rate if nodes > 1 or gpu is None else 0.8 * (gpu.nvlink_bytes_per_s or 1e10)
-    rows = [
-        FactRow(name, 2**size, 1.0, bus, bus * size / 30, 0)
-        for name in collectives.OPERATIONS
-        for size in (20, 30)
-    ]
     links = [
         Link(found[a].id, found[b].id, rate, lanes)
-        for pairs in collectives.rounds([[n] for n in range(nodes)])
+        for pairs in group_worker.rounds([[n] for n in range(nodes)])
         for a, b in pairs
     ]
     return ClusterFacts(
@@ -186,7 +181,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
         storage="s3://bucket/runs",
         nodes=tuple(found),
         ranks=tuple(ranks),
-        rows=tuple(rows) if len(ranks) > 1 else (),
+        all_reduce=AllReduce(2**30, 1.0, bus, 0) if len(ranks) > 1 else None,
         links=tuple(links),
     )
 
@@ -203,7 +198,6 @@ def with_node(known: ClusterFacts, number: int, **changes: Any) -> ClusterFacts:
 
 def with_speed(known: ClusterFacts, rank: int, **changes: Any) -> ClusterFacts:
     one = known.ranks[rank]
-    assert one.speed is not None
     one = replace(one, speed=replace(one.speed, **changes))
     return replace(known, ranks=(*known.ranks[:rank], one, *known.ranks[rank + 1 :]))
 
@@ -242,7 +236,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10 GiB", "500 GiB")),
     "open files": ({"open_files": 1024}, ("open files", "1,024", "4,096")),
     "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "64 KiB")),
-    "a clock": ({"clock": GpuClock(-7.0, 0.01)}, ("clock", "-7.0 s")),
+    "a clock": ({"clock": ClockOffset(-7.0, 0.01)}, ("clock", "-7.0 s")),
     "storage": ({"probe": Probe(2**25, error="AccessDenied")}, ("run.storage", "AccessDenied")),
     "a folder of its own": ({"probe": Probe(2**25, 1, 1, shared=False)}, ("folder of its own",)),
     "EFA devices": ({"efa_devices": 3}, ("EFA devices are missing", "3", "32")),
@@ -270,10 +264,7 @@ def test_a_slow_gpu_is_named_by_node_and_index(
     kind = instance("p5.48xlarge")
     known = healthy(nodes, kind)
     rank = data.draw(st.integers(0, len(known.ranks) - 1))
-    speed = known.ranks[rank].speed
-    assert speed is not None
-    flops = {**speed.flops, "bf16": share * 720e12}
-    slow = with_speed(known, rank, flops=flops, throttled=("hardware slowdown",))
+    slow = with_speed(known, rank, flops=share * 720e12, throttled=("hardware slowdown",))
     node, index = rank // 8, rank % 8
     found = assess(slow, Requirements(kind))
     only(found, known.nodes[node].name, f"GPU {index} ", "bf16", "hardware slowdown")
@@ -319,10 +310,12 @@ def test_links_without_a_mark_are_reported_and_not_judged() -> None:
     known = healthy(3, None)
     slow = replace(known, links=tuple(replace(one, bytes_per_s=1.0) for one in known.links))
     assert assess(slow, Requirements()) == []
-    assert any("--min_gbit_per_s" in note for note in page.not_judged(slow, Requirements()))
+    assert any("--min_gbit_per_s" in note for note in command.not_judged(slow, Requirements()))
     assert len(assess(slow, Requirements(gbit_per_s=1.0))) == 6
     assert assess(known, Requirements(gbit_per_s=7.9)) == []  # healthy is 8 Gbit/s
-    assert page.not_judged(known, Requirements(gbit_per_s=7.9)) == ["collectives: gloo has no mark"]
+    assert command.not_judged(known, Requirements(gbit_per_s=7.9)) == [
+        "all-reduce: gloo has no mark"
+    ]
 
 
 def test_sockets_where_there_is_efa_fail() -> None:
@@ -348,7 +341,7 @@ def test_a_node_without_kernels_for_the_models_layers_is_named() -> None:
     assert wanted in only(found, known.nodes[1].name, "no causal-conv1d and mamba-ssm").fix
     unread = replace(known, model_problem="model.path=org/base cannot be fetched")
     assert assess(unread, Requirements()) == []
-    assert "kernels: model.path=org/base cannot be fetched" in page.not_judged(
+    assert "kernels: model.path=org/base cannot be fetched" in command.not_judged(
         unread, Requirements()
     )
 
@@ -370,13 +363,12 @@ def test_an_address_of_one_link_alone_is_named() -> None:
 def test_the_interface_that_a_backend_takes() -> None:
     """By the listing of a task of ECS with awsvpc; the rule is NCCL's."""
     task = [("lo", "127.0.0.1"), ("ecs-eth0", "169.254.172.2"), ("eth0", "10.0.1.5")]
-    assert reached_at("nccl", task, {}) == task[1]
-    for asked in ("eth0", "=eth0", "^ecs,lo", "eth,ib"):
-        assert reached_at("nccl", task, {"NCCL_SOCKET_IFNAME": asked}) == task[2]
-    assert reached_at("gloo", task, {"GLOO_SOCKET_IFNAME": "eth0"}) == task[2]
-    assert reached_at("nccl", [("lo", "127.0.0.1"), ("docker0", "172.17.0.1")], {}) is not None
-    assert reached_at("nccl", task, {"NCCL_SOCKET_IFNAME": "ib"}) is None
-    assert ("lo", "127.0.0.1") in listed()
+    assert node_probe.reached_at(task, {})["nccl"] == task[1]
+    named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert node_probe.reached_at(task, named) == {}
+    bridge = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1")]
+    assert node_probe.reached_at(bridge, {})["nccl"] in bridge
+    assert ("lo", "127.0.0.1") in node_probe.interfaces()
 
 
 def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
@@ -416,17 +408,16 @@ def test_a_cluster_without_the_gpus_that_are_wanted_fails() -> None:
     assert assess(known, Requirements(instance("g5.12xlarge"), gbit_per_s=1, gpus=False)) == []
 
 
-def test_collectives_that_are_slow_or_wrong_are_found() -> None:
+def test_an_all_reduce_that_is_slow_or_wrong_is_found() -> None:
     kind = instance("p5.48xlarge")
     known = healthy(2, kind)
-    rows = list(known.rows)
-    rows[1] = replace(rows[1], busbw=200e9)
-    found = assess(replace(known, rows=tuple(rows)), Requirements(kind))
-    only(found, "cluster", "all_reduce is slow", "200 GB/s", "288 GB/s")
-    rows[1] = replace(known.rows[1], wrong=3)
-    only(
-        assess(replace(known, rows=tuple(rows)), Requirements(kind)), "cluster", "wrong values", "3"
-    )
+    assert known.all_reduce is not None
+    slow = replace(known.all_reduce, busbw=200e9)
+    found = assess(replace(known, all_reduce=slow), Requirements(kind))
+    only(found, "cluster", "all-reduce is slow", "200 GB/s", "288 GB/s")
+    wrong = replace(known.all_reduce, wrong=3)
+    found = assess(replace(known, all_reduce=wrong), Requirements(kind))
+    only(found, "cluster", "wrong values", "3")
 
 
 def test_who_does_not_answer_is_named() -> None:
@@ -449,7 +440,7 @@ def test_who_does_not_answer_is_named() -> None:
 def test_every_link_of_the_ring_is_measured_once_in_each_direction(nodes: int, lanes: int) -> None:
     ranks = [[lanes * node + lane for lane in range(lanes)] for node in range(nodes)]
     seen = []
-    for pairs in collectives.rounds(ranks):
+    for pairs in group_worker.rounds(ranks):
         links = {(a // lanes, b // lanes) for a, b in pairs}
         assert len(pairs) == lanes * len(links)
         assert all(a % lanes == b % lanes for a, b in pairs)
@@ -464,44 +455,38 @@ def test_every_link_of_the_ring_is_measured_once_in_each_direction(nodes: int, l
 def _measure(rank: int, world: int, folder: str) -> None:
     steps: list[str] = []
     cpu = torch.device("cpu")
-    found: dict[str, Any] = {"rows": []}
-    for operation in collectives.OPERATIONS:
-        found["rows"] += [vars(row) for row in collectives.table(operation, cpu, 0.5, steps.append)]
-    plan = collectives.rounds([[0], [1], [2]])
-    found["links"] = list(collectives.rates(plan, cpu, steps.append).items())
+    found: dict[str, Any] = {"all_reduce": vars(group_worker.all_reduce(cpu, steps.append))}
+    plan = group_worker.rounds([[0], [1], [2]])
+    found["links"] = list(group_worker.link_rates(plan, cpu, steps.append).items())
     honest = dist.all_reduce
 
     def corrupt(tensor: torch.Tensor, **options: Any) -> Any:
         done = honest(tensor, **options)
-        if tensor.numel() > 1 and rank == 1:
+        if tensor.numel() > 2 and rank == 1:
             tensor[:5] += 1.0
         return done
 
     dist.all_reduce = corrupt
-    found["wrong"] = collectives.table("all_reduce", cpu, 0.05, steps.append)[0].wrong
+    found["wrong"] = group_worker.all_reduce(cpu, steps.append).wrong
     dist.all_reduce = honest
     found["steps"] = steps
     Path(folder, str(rank)).write_text(json.dumps(found))
 
 
-def test_collectives_and_links_between_processes(tmp_path: Path) -> None:
-    """The table is nccl-tests' by its definitions, the same on all ranks, and sees wrong values."""
+def test_an_all_reduce_and_links_between_processes(tmp_path: Path) -> None:
+    """busbw is nccl-tests' by its definition, the same on all ranks; wrong values are seen."""
     spawn(_measure, 3, str(tmp_path / "rendezvous"), str(tmp_path))
     found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert found[0]["rows"] == found[1]["rows"] == found[2]["rows"]
-    factors = {"all_reduce": 4 / 3, "all_gather": 2 / 3, "reduce_scatter": 2 / 3}
-    for operation, factor in factors.items():
-        rows = [row for row in found[0]["rows"] if row["operation"] == operation]
-        assert [row["size_bytes"] for row in rows[:2]] == [4092, 16380]  # whole floats a rank
-        for row in rows:
-            assert row["wrong"] == 0
-            assert row["algbw"] == pytest.approx(row["size_bytes"] / row["seconds"])
-            assert row["busbw"] == pytest.approx(factor * row["algbw"])
+    reduced = found[0]["all_reduce"]
+    assert reduced == found[1]["all_reduce"] == found[2]["all_reduce"]
+    assert reduced["size_bytes"] % 4 == 0 and reduced["wrong"] == 0
+    algbw = reduced["size_bytes"] / reduced["seconds"]
+    assert reduced["busbw"] == pytest.approx(4 / 3 * algbw)
     assert [one["wrong"] for one in found] == [5, 5, 5]
     measured = {tuple(pair): rate for one in found for pair, rate in one["links"]}
     assert set(measured) == {(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)}
     assert all(rate > 1e6 for rate in measured.values())
-    assert all(one["steps"][0].startswith("all_reduce of 4,092") for one in found)
+    assert all(one["steps"][0] == "all-reduce of 1,048,576 bytes" for one in found)
 
 
 # --- storage, commands -------------------------------------------------------------------------
@@ -632,8 +617,8 @@ def test_two_nodes_pass(head: Node, tmp_path: Path) -> None:
         assert abs(one["clock"]["offset_s"]) <= one["clock"]["error_s"] + 0.01  # the same clock
         assert one["probe"]["shared"] is True
         assert one["probe"]["write_bytes_per_s"] > 0 < one["probe"]["read_bytes_per_s"]
-    assert {row["operation"] for row in seen["rows"]} == set(collectives.OPERATIONS)
-    assert all(rank["speed"]["flops"]["fp32"] > 1e8 for rank in seen["ranks"])
+    assert seen["all_reduce"]["busbw"] > 1e6 and seen["all_reduce"]["wrong"] == 0
+    assert all(rank["speed"]["flops"] > 1e8 for rank in seen["ranks"])
     assert not any(path.is_file() for path in (tmp_path / "runs").rglob("*"))
 
 
@@ -643,12 +628,12 @@ def test_workers_on_gpus_look_for_the_kernels_of_the_models_layers(
 ) -> None:
     """Real workers, on a GPU that Ray alone counts; one of the two packages can be imported."""
 
-    class OnCpu(worker.Worker):
+    class OnCpu(group_worker.GroupWorker):
         def __init__(self, gpu: bool) -> None:
             assert gpu
             super().__init__(gpu=False)
 
-    monkeypatch.setattr(surveying, "Worker", OnCpu)
+    monkeypatch.setattr(surveying, "GroupWorker", OnCpu)
     functions = "def causal_conv1d_fn(x): ...\ndef causal_conv1d_update(x): ...\n"
     (tmp_path / "causal_conv1d.py").write_text(functions)
     search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

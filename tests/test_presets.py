@@ -14,8 +14,8 @@ from rayapp import model, presets
 from rayapp.__main__ import main
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.shape import Shape, has_formula, shape_of
-from rayapp.presets.images import IMAGE_PRESETS
-from rayapp.train.reading import read
+from rayapp.presets import IMAGE_PRESETS
+from rayapp.train.model_reading import read
 
 PAGE = Path(__file__).parent.parent / "docs" / "presets.md"
 SCALED = ("granite",)  # families that scale their logits

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName, OptimizerName
 from rayapp.train.optimizer import (
     decay_groups,
     hidden_matrices,
     lr_at,
-    make_image_optimizer,
     make_optimizers,
     set_lr,
 )
@@ -247,13 +249,48 @@ def test_rises_to_the_peak_then_never_rises_again(
     ) == pytest.approx(1.0 if schedule == "constant" else floor)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
-def test_set_lr_sets_every_group(kind: str) -> None:
-    options = {"lr": 1.0, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-    optimizers = make_optimizers(kind, Tiny(tied=False), **options)
+KINDS = dict.fromkeys(get_args(OptimizerName) + get_args(ImageOptimizerName))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_makes_steps_and_keeps_the_bytes_that_the_plan_counts(kind: Any) -> None:
+    """Counted are tensors of a parameter's shape; those of 8 bits have codes and scales."""
+    torch.manual_seed(0)
+    model = language_model()
+    options: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.9, "betas": (0.9, 0.95)}
+    optimizers = make_optimizers(kind, model, lr=1.0, **options)
     set_lr(optimizers, 0.25)
     rates = [float(group["lr"]) for each in optimizers for group in each.param_groups]
     assert set(rates) == {0.25} and len(rates) >= 2
+    set_lr(optimizers, 1e-3)
+    ids, before = torch.arange(80).reshape(2, 40), copy.deepcopy(model.state_dict())
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[2] < losses[0]
+    moved = {name: not torch.equal(before[name], each) for name, each in model.named_parameters()}
+    assert all(moved.values()), moved
+    own, *_ = optimizers
+    kept = [
+        (parameter, sum(each.nbytes for value in state.values() for each in parts(value)))
+        for parameter, state in own.state.items()
+        if parameter.numel() >= 4096 and parameter.numel() % 256 == 0  # torchao: others in fp32
+    ]
+    assert kept
+    for parameter, size in kept:
+        assert size / parameter.numel() == pytest.approx(OPTIMIZERS[kind].moment_bytes, rel=0.3)
+        assert OPTIMIZERS[kind].saved_bytes in (None, 8)
+
+
+def parts(value: object) -> list[torch.Tensor]:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return []
+    return [value.codes, value.scale] if hasattr(value, "codes") else [value]
 
 
 def test_lars_is_the_papers_formula() -> None:
@@ -263,8 +300,8 @@ def test_lars_is_the_papers_formula() -> None:
     model.double()
     with torch.no_grad():
         model[3].weight.zero_()  # has no norm to scale by
-    options = {"lr": 0.3, "weight_decay": 0.01, "momentum": 0.9, "betas": (0.9, 0.99)}
-    optimizer = make_image_optimizer("lars", model, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"weight_decay": 0.01, "momentum": 0.9, "betas": (0.9, 0.99)}
+    (optimizer,) = make_optimizers("lars", model, lr=0.3, **options)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     velocity = {name: torch.zeros_like(p) for name, p in expected.items()}
     for step in range(4):
@@ -287,16 +324,12 @@ def test_lars_is_the_papers_formula() -> None:
 
 def test_optimizers_of_image_classifiers() -> None:
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))
-    made = {
-        kind: make_image_optimizer(
-            kind, model, lr=1.0, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.9)
-        )
-        for kind in ("sgd", "lars", "adamw")
-    }
-    for optimizer in made.values():
-        shown = [([p.ndim for p in g["params"]], g["weight_decay"]) for g in optimizer.param_groups]
+    options: dict[str, Any] = {"weight_decay": 0.1, "momentum": 0.9, "betas": (0.8, 0.9)}
+    made = {}
+    for kind in get_args(ImageOptimizerName):
+        (made[kind],) = make_optimizers(kind, model, lr=1.0, **options)
+        groups = made[kind].param_groups
+        shown = [([p.ndim for p in group["params"]], group["weight_decay"]) for group in groups]
         assert shown == [([4], 0.1), ([1, 1, 1], 0.0)]
-    assert (
-        made["sgd"].param_groups[0]["nesterov"] and made["sgd"].param_groups[0]["momentum"] == 0.9
-    )
-    assert made["adamw"].param_groups[0]["betas"] == (0.8, 0.9)
+    sgd, adamw = made["sgd"].param_groups[0], made["adamw"].param_groups[0]
+    assert sgd["nesterov"] and sgd["momentum"] == 0.9 and adamw["betas"] == (0.8, 0.9)

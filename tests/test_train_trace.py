@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from memory_trace import trace
 
 from rayapp import model
-from rayapp.config import ConfigError, Lora, from_dict
-from rayapp.planner import ask
-from rayapp.planner.memory import Layout, peak_memory, state_bytes
+from rayapp.config import Lora, from_dict
+from rayapp.planner.memory import Layout, state_bytes
 from rayapp.planner.shape import has_formula, shape_of
 from rayapp.planner.trained import with_overrides
 from rayapp.presets import PRESETS, config_of
 from rayapp.train import planning
-from rayapp.train.reading import read
-from rayapp.train.trace import trace, trace_config
+from rayapp.train.model_reading import read
 
 ROOT = Path(__file__).parent.parent
 RANKS = (8, 32, 128)
@@ -61,7 +60,7 @@ def both(
         new_tokens=more.get("new_tokens", 0),
         on_cpu=True,
     )
-    planned = peak_memory(layout).total
+    planned = layout.peak().total
     return found.peak_bytes, planned, found.parameter_bytes, state_bytes(layout)["parameters"]
 
 
@@ -207,24 +206,17 @@ def test_the_trace_is_what_a_step_takes_on_this_machine() -> None:
 
 
 @pytest.mark.parametrize("freeze", [(), ("lm_head*",)])  # which is tied
-def test_a_config_is_traced_as_it_is_planned(freeze: tuple[str, ...]) -> None:
-    config = from_dict(
-        {
-            "model": {"path": "qwen3-0.6b", "overrides": {"num_hidden_layers": 3}},
-            "data": {"seq_len": 512},
-            "train": {"tokens_per_step": 8192, "micro_batch": 1, "freeze": freeze},
-            "cluster": {"workers": "8", "instance": "g5.48xlarge"},
-        }
-    )
-    layout = planning.plan(config).question.layout
+def test_frozen_parameters_have_no_gradients(freeze: tuple[str, ...]) -> None:
+    tree = {
+        "model": {"path": "qwen3-0.6b", "overrides": {"num_hidden_layers": 3}},
+        "data": {"seq_len": 512},
+        "train": {"tokens_per_step": 8192, "micro_batch": 1, "freeze": freeze},
+        "cluster": {"workers": "8", "instance": "g5.48xlarge"},
+    }
+    layout = planning.plan(from_dict(tree)).question.layout
     assert isinstance(layout, Layout) and layout.accumulates
-    found = trace_config(config, layout)
-    planned = peak_memory(Layout(**{**vars(layout), "on_cpu": True})).total
+    config = copy.deepcopy(model.resolve("qwen3-0.6b").config)
+    config.num_hidden_layers = 3
+    found = trace(config, world=8, micro_batch=1, seq_len=512, accumulation=2, freeze=freeze)
+    planned = Layout(**{**vars(layout), "on_cpu": True}).peak().total
     assert planned == pytest.approx(found.peak_bytes, rel=0.05)
-
-
-def test_what_it_cannot_run_is_refused() -> None:
-    config = from_dict({"model": {"path": "tiny"}})
-    layout = Layout(**{**vars(ask(config).layout), "optimizer": "muon"})
-    with pytest.raises(ConfigError, match="--trace=true is not available"):
-        trace_config(config, layout)

@@ -31,8 +31,9 @@ from transformers import (
 )
 
 from rayapp.config import ConfigError, VisionConfig, load
-from rayapp.data.images import Images, local_steps, step_images
-from rayapp.data.images import load as load_images
+from rayapp.data.images.batches import local_steps, step_images
+from rayapp.data.images.index import Images
+from rayapp.data.images.index import load as load_images
 from rayapp.driver.checks import same_run
 from rayapp.driver.growth import schedule_problem, stages_of
 from rayapp.observe import metrics
@@ -45,10 +46,9 @@ from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sync import STAY, STOP
-from rayapp.vision import check as checks
-from rayapp.vision import trainer
-from rayapp.vision.prepare import order_of, plan_of
-from rayapp.vision.rows import transform_of
+from rayapp.vision import classifier_run as checks
+from rayapp.vision import classifier_trainer
+from rayapp.vision.classifier_run import order_of, plan_of
 
 STEPS, CLASSES, BATCH = 12, 4, 12
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -145,9 +145,7 @@ def worker(rank: int, world: int, spec: ImageSpec) -> None:
         spec,
         RankContext(
             torch.device("cpu"),
-            lambda first: local_steps(
-                rows, transform_of(spec.config), spec.order, rank, world, first
-            ),
+            lambda first: local_steps(rows, spec.config.data, spec.order, rank, world, first),
         ),
     )
     assert summary["status"] == "done", summary
@@ -191,16 +189,16 @@ def test_an_evaluation_that_is_given_up_leaves_no_trace(folder: Path, images: Im
 
 def giving_up_worker(rank: int, world: int, spec: ImageSpec) -> None:
     seen: list[int] = []
-    rows, batches = spec.data.rows("train"), trainer.held_out_batches
+    rows, batches = spec.data.rows("train"), classifier_trainer.held_out_batches
 
     def counted(*asked: Any) -> Any:
         for batch in batches(*asked):
             seen.append(batch.step)
             yield batch
 
-    trainer.held_out_batches = counted
+    classifier_trainer.held_out_batches = counted
     schedule.LeaveWatcher.due = lambda self: STOP if seen else STAY  # type: ignore[method-assign]
-    look = transform_of(spec.config)
+    look = spec.config.data
     summary = train_rank(
         spec,
         RankContext(
@@ -262,7 +260,7 @@ def oracle(
     average = {name: value.clone() for name, value in model.state_dict().items()}
     losses, norms, rows = [], [], spec.data.rows("train")
     for step in range(steps):
-        batch = step_images(rows, transform_of(spec.config), spec.order, step, 0, 1)
+        batch = step_images(rows, spec.config.data, spec.order, step, 0, 1)
         count = int(batch.sums()[0])
         total = 0.0
         flat = [getattr(batch, n) for n in ("images", "labels", "others", "shares", "rows")]
@@ -501,9 +499,7 @@ def test_what_is_exported_opens_in_transformers_and_classifies_alike(
     rows = images.rows("eval")
     from rayapp.data.images.augment import centred
 
-    pixels = np.stack(
-        [centred(data, transform_of(spec.config)) for data in rows.read(range(len(rows)))]
-    )
+    pixels = np.stack([centred(data, spec.config.data) for data in rows.read(range(len(rows)))])
     with torch.no_grad():
         logits = model(normal(pixels)).logits
     labels = torch.from_numpy(rows.records["label"].astype(np.int64))
@@ -532,9 +528,7 @@ def diverging(rank: int, world: int, spec: ImageSpec) -> None:
             spec,
             RankContext(
                 torch.device("cpu"),
-                lambda first: local_steps(
-                    rows, transform_of(spec.config), spec.order, rank, world, first
-                ),
+                lambda first: local_steps(rows, spec.config.data, spec.order, rank, world, first),
             ),
         )
 

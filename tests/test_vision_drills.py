@@ -26,13 +26,13 @@ from pictures import as_folder, as_tars, drawn
 from transformers import AutoModelForImageClassification
 
 from rayapp.config import VisionConfig, from_dict
-from rayapp.data.images import load, local_steps
+from rayapp.data.images.batches import local_steps
+from rayapp.data.images.index import load
 from rayapp.observe.run_folder import PREPARED, REPORT
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
-from rayapp.vision.prepare import order_of
-from rayapp.vision.rows import transform_of
+from rayapp.vision.classifier_run import order_of
 
 pytestmark = pytest.mark.drill
 
@@ -81,7 +81,7 @@ def train_again(rank: int, world: int, storage: str, run: str, folder: str, step
     images = load(open_storage(f"{storage}/{PREPARED}") / fingerprint)
     assert images is not None
     spec = ImageSpec("rayapp.vision", config, images, order_of(config, images), folder)
-    ahead = local_steps(images.rows("train"), transform_of(spec.config), spec.order, rank, world, 0)
+    ahead = local_steps(images.rows("train"), spec.config.data, spec.order, rank, world, 0)
     train_rank(spec, RankContext(torch.device("cpu"), lambda first: islice(ahead, first, steps)))
 
 

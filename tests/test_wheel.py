@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cluster.image import CONTEXT
+from rayapp.cluster.options import IMAGE_CONTEXT
 from rayapp.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -93,8 +93,8 @@ def run(command: list[str], folder: Path, path: Path | None = None) -> str:
 def test_an_sdist_has_the_repository(sdist: Path) -> None:
     for name in FOLDERS:
         assert files_of(sdist / name, sdist) == files_of(ROOT / name, ROOT)
-    # By rayapp.cluster.image these sources have the same image as the clone.
-    assert all((sdist / name).exists() for name in (*CONTEXT, ".dockerignore", "Makefile"))
+    # By rayapp.cluster.options these sources have the same image as the clone.
+    assert all((sdist / name).exists() for name in (*IMAGE_CONTEXT, ".dockerignore", "Makefile"))
 
 
 def test_a_clone_and_an_sdist_build_the_same_wheel(

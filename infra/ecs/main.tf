@@ -101,14 +101,8 @@ module "nodes" {
   for_each             = local.groups
   name                 = "${local.stack}-${each.key}"
   cluster              = local.stack
-  instance_type        = each.value.instance_type
+  machine              = each.value
   image_id             = coalesce(var.image_id, data.aws_ssm_parameter.image[each.value.gpus > 0 ? "gpu" : "cpu"].insecure_value)
-  gpus                 = each.value.gpus
-  interfaces           = each.value.interfaces
-  disk_gib             = each.value.disk_gib
-  max_nodes            = each.value.max_nodes
-  market               = each.value.market
-  reservation_id       = each.value.reservation_id
   placement_group      = !each.value.placed || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
   subnet_id            = each.value.subnet_id
   security_group_id    = module.network.nodes_security_group_id

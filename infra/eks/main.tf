@@ -177,15 +177,9 @@ module "system" {
   name               = "${local.stack}-system"
   group              = "system"
   cluster            = aws_eks_cluster.this.name
-  instance_type      = var.head.instance_type
-  gpus               = var.head.gpus
-  interfaces         = var.head.interfaces
-  disk_gib           = var.head.disk_gib
+  machine            = merge(var.head, { max_nodes = 3, market = "on-demand", reservation_id = null })
   min_nodes          = 1
   nodes              = 1
-  max_nodes          = 3
-  market             = "on-demand"
-  reservation_id     = null
   placement_group    = null
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]
@@ -200,16 +194,10 @@ module "nodes" {
   name               = "${local.stack}-${each.key}"
   group              = each.key
   cluster            = aws_eks_cluster.this.name
-  instance_type      = each.value.instance_type
-  gpus               = each.value.gpus
-  interfaces         = each.value.interfaces
-  disk_gib           = each.value.disk_gib
+  machine            = each.value
   min_nodes          = 0
   nodes              = each.value.nodes
-  max_nodes          = each.value.max_nodes
   scaled_elsewhere   = each.value.autoscaled || each.value.preferred
-  market             = each.value.market
-  reservation_id     = each.value.reservation_id
   placement_group    = !each.value.placed || each.value.reservation_id != null ? null : each.value.preferred ? aws_placement_group.preferred[each.key].name : aws_placement_group.this.name
   subnet_id          = module.network.subnet_id
   security_group_ids = [aws_eks_cluster.this.vpc_config[0].cluster_security_group_id, module.network.nodes_security_group_id]

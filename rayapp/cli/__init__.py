@@ -2,8 +2,7 @@
 
 first.py     init, completion
 data.py      data, prepare
-planning.py  plan, presets
-staging.py   stage
+plans.py     plan, presets
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
@@ -18,9 +17,8 @@ COMMANDS = {  # name: module and function
     "vision": "vision.__main__.main",
     "data": "cli.data.data",
     "prepare": "cli.data.prepare",
-    "plan": "cli.planning.plan",
-    "presets": "cli.planning.presets",
-    "stage": "cli.staging.stage",
+    "plan": "cli.plans.plan",
+    "presets": "cli.plans.presets",
     "preflight": "cli.jobs.preflight",
     "submit": "cli.jobs.submit",
     "resume": "cli.jobs.resume",

@@ -24,7 +24,6 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --data_nodes=0       hosts without GPUs that prepare data; --data_instance=m6i.8xlarge
   --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
   --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
-  --launch=ec2         Fargate has no GPUs
   --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
   --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
   --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
@@ -97,29 +96,33 @@ def capacity(argv: list[str]) -> int:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from rayapp.cluster.capacity import start
-    from rayapp.cluster.connect import HOMES, NotReachable, wait_for_tasks
-    from rayapp.cluster.node_groups import wait_for_pods
-    from rayapp.cluster.options import malformed
+    from rayapp.cluster.capacity import start, wait_for_workers
+    from rayapp.cluster.connect import NotReachable
     from rayapp.config import arguments
 
-    home = argv[0]
-    if home not in HOMES:
-        raise ConfigError([f"{home} is unknown: there is no such cluster to start. Set ecs or eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "wait_s": "1800"}
-    _, asked = arguments.read(argv[1:], known)
-    if wrong := malformed({"name": asked["name"], "region": asked["region"]}):
-        raise ConfigError(wrong)
+    home, asked, problems = _asked(argv, {"wait_s": "1800"})
+    if problems:
+        raise ConfigError(problems)
     seconds = arguments.number("wait_s", asked["wait_s"])
     client, say = partial(boto3.client, region_name=asked["region"]), partial(print, flush=True)
     try:
         start(home, asked["name"], client, seconds, say)
-        wait = wait_for_tasks if home == "ecs" else wait_for_pods
-        wait(asked["name"], client, seconds, say)
+        wait_for_workers(home, asked["name"], client, seconds, say)
     except (NotReachable, BotoCoreError, ClientError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
+
+
+def _asked(argv: list[str], known: dict[str, str]) -> tuple[str, dict[str, str], list[str]]:
+    """Return ecs or eks, the options of a command that begins with it, and their problems."""
+    from rayapp.cluster.options import malformed
+    from rayapp.config import arguments
+
+    if argv[0] not in ("ecs", "eks"):
+        raise ConfigError([f"{argv[0]} is unknown: there is no such cluster. Set ecs or eks"])
+    _, asked = arguments.read(argv[1:], {"name": "rayapp", "region": "us-west-2", **known})
+    return argv[0], asked, malformed({name: asked[name] for name in ("name", "region")})
 
 
 CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
@@ -130,9 +133,7 @@ CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
 token in ~/.rayapp meanwhile. What it prints is for the shell in which you submit. With a command
-it runs that in such an environment, and returns what it returns.
-
-  --wait_s=0    ECS: wait so long for head and workers; a group of hosts without capacity says so"""
+it runs that in such an environment, and returns what it returns."""
 
 
 def connect(argv: list[str]) -> int:
@@ -169,16 +170,9 @@ def _connect(argv: list[str], command: list[str]) -> int:
     import boto3
 
     from rayapp.cluster import connect as way_in
-    from rayapp.cluster.options import malformed
-    from rayapp.config import arguments
 
-    home = argv[0]
-    if home not in way_in.HOMES:
-        raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
-    known = {"name": "rayapp", "region": "us-west-2", "port": "0", "job": "none", "wait_s": "0"}
-    _, asked = arguments.read(argv[1:], known)
+    home, asked, problems = _asked(argv, {"port": "0", "job": "none"})
     name, region, job = asked["name"], asked["region"], asked["job"]
-    problems = malformed({"name": name, "region": region})
     if not asked["port"].isdecimal() or int(asked["port"]) > 65535:
         problems.append(f"--port={asked['port']} is not valid: a port number is expected")
     if job != "none" and home == "ecs":
@@ -186,12 +180,8 @@ def _connect(argv: list[str], command: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     port = int(asked["port"]) or way_in.free_port()
-    seconds = arguments.number("wait_s", asked["wait_s"], zero=True)
     if home == "ecs":
-        client = partial(boto3.client, region_name=region)
-        if seconds:
-            way_in.wait_for_tasks(name, client, seconds, partial(print, flush=True))
-        way = way_in.to_ecs(name, region, port, client)
+        way = way_in.to_ecs(name, region, port, partial(boto3.client, region_name=region))
     else:
         way = way_in.to_eks(port, None if job == "none" else job)
     token = Path.home() / ".rayapp" / f"{name}-{home}-{region}-{port}.token"

@@ -4,10 +4,10 @@
     write(files, Path("build/ecs"))
 
 Machine sizes come from `rayapp.hardware` alone. The files in cluster/ are declarative, with
-`${name}` placeholders; `render.py` has their names.
+`${name}` placeholders; `cluster_files.py` has their names.
 """
 
+from rayapp.cluster.cluster_files import cost, paths_of_this_machine, render, write
 from rayapp.cluster.options import PLATFORMS, Options
-from rayapp.cluster.render import cost, paths_of_this_machine, render, write
 
 __all__ = ["PLATFORMS", "Options", "cost", "paths_of_this_machine", "render", "write"]

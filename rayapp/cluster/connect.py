@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any
 
 DASHBOARD_PORT = 8265
-HOMES = ("ecs", "eks")
-POLL_S, FORWARD_POLL_S = 15.0, 0.5
-DESCRIBED = 10  # the most services in one request
+FORWARD_POLL_S = 0.5
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 ERROR_LETTERS = 500
@@ -107,89 +105,6 @@ def kubectl(*words: str) -> str:
             "with `aws eks update-kubeconfig`, and apply the rendered cluster"
         )
     return done.stdout
-
-
-def missing_tasks(name: str, client: Callable[[str], Any]) -> list[str]:
-    """Return a line for each service of infra/ecs that lacks tasks, with the reason if EC2 has one.
-
-    A group of hosts for which there is no capacity stays empty, and says so in its activities.
-    """
-    stack, lines = f"{name}-ecs", list[str]()
-    for service in services_of(stack, client):
-        if service["runningCount"] >= service["desiredCount"]:
-            continue
-        newest = activities_of(f"{stack}-{service['serviceName']}", client, 1)
-        why = refusal(newest) or "its hosts are starting"
-        count = f"{service['runningCount']} of {service['desiredCount']} tasks"
-        lines.append(f"service {service['serviceName']} is incomplete: {count} run, {why}")
-    return lines
-
-
-def services_of(stack: str, client: Callable[[str], Any]) -> list[Any]:
-    """Return the services of a cluster, as ECS describes them."""
-    pages = client("ecs").get_paginator("list_services").paginate(cluster=stack)
-    return described(stack, [arn for page in pages for arn in page["serviceArns"]], client)
-
-
-def described(stack: str, services: list[str], client: Callable[[str], Any]) -> list[Any]:
-    """Return what ECS says of services, by name or ARN."""
-    told = list[Any]()
-    for first in range(0, len(services), DESCRIBED):
-        some = services[first : first + DESCRIBED]
-        told += client("ecs").describe_services(cluster=stack, services=some)["services"]
-    return told
-
-
-def activities_of(hosts: str, client: Callable[[str], Any], most: int) -> list[Any]:
-    """Return the newest activities of an Auto Scaling group."""
-    asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
-    return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])
-
-
-def scaling_group(hosts: str, client: Callable[[str], Any]) -> Any:
-    """Return an Auto Scaling group, as Auto Scaling describes it."""
-    asked = {"AutoScalingGroupNames": [hosts]}
-    (told,) = client("autoscaling").describe_auto_scaling_groups(**asked)["AutoScalingGroups"]
-    return told
-
-
-def refusal(activities: list[Any]) -> str | None:
-    """Return EC2's words on the first of some activities that failed; None if none has."""
-    failed = [one for one in activities if one["StatusCode"] == "Failed"]
-    return str(failed[0]["StatusMessage"]) if failed else None
-
-
-def wait_for_tasks(
-    name: str, client: Callable[[str], Any], seconds: float, say: Callable[[str], None]
-) -> None:
-    """Wait until all services of infra/ecs have their tasks; say each new reason that they lack.
-
-    Raises:
-        NotReachable: they lack some after so many seconds.
-    """
-    wait_until_complete(lambda: missing_tasks(name, client), seconds, say)
-
-
-def wait_until_complete(
-    missing: Callable[[], list[str]], seconds: float, say: Callable[[str], None]
-) -> None:
-    """Wait until `missing()` returns no line; say each line once as long as it stays the same.
-
-    Raises:
-        NotReachable: it returns some after so many seconds.
-    """
-    until, before = time.monotonic() + seconds, list[str]()
-    while lines := missing():
-        for line in lines:
-            if line not in before:
-                say(line)
-        before = lines
-        if time.monotonic() > until:
-            raise NotReachable(
-                f"{lines[0]}. rayapp has waited {seconds:.0f} s. Take another cluster.instance, "
-                "zone or market"
-            )
-        time.sleep(POLL_S)
 
 
 def free_port() -> int:

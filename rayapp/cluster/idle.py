@@ -25,7 +25,7 @@ def idle_clusters(
     which alone its role lets a run write.
     """
     lines = list[str]()
-    for stack, hosts in sorted(_hosts(client).items()):
+    for stack, hosts in sorted(worker_hosts(client, "*-ecs", "*-eks").items()):
         name, _, home = stack.rpartition("-")
         url = f"s3://{name}-{account}-{region}/runs"
         if _trains(folder(url)):
@@ -43,10 +43,10 @@ def idle_clusters(
     return lines
 
 
-def _hosts(client: Callable[[str], Any]) -> dict[str, list[Any]]:
-    """Return {stack: its workers' hosts that run}."""
+def worker_hosts(client: Callable[[str], Any], *stacks: str) -> dict[str, list[Any]]:
+    """Return {stack: its workers' hosts that run or start}, of stacks by name or pattern."""
     filters = [
-        {"Name": "tag:Project", "Values": ["*-ecs", "*-eks"]},
+        {"Name": "tag:Project", "Values": list(stacks)},
         {"Name": "instance-state-name", "Values": ["pending", "running"]},
     ]
     found = dict[str, list[Any]]()

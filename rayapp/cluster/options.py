@@ -1,11 +1,19 @@
-"""What a config does not say about a cluster, how its parts are named, and checks of both."""
+"""What a config does not say about a cluster, how its parts are named, and checks of both.
+
+    python -c "from rayapp.cluster.options import image_tag; print(image_tag())"
+
+is what `make image` builds and `render` writes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
 
@@ -19,6 +27,18 @@ PATTERNS = {
     "reservation": (r"cr-[0-9a-f]{8,17}", "a capacity reservation such as cr-0123456789abcdef0"),
     "queue": (r"[a-z0-9.-]+:[1-9][0-9]{0,4}", "a type and a number of nodes: p5.48xlarge:32"),
 }
+SERVER = r"https?://[^\s\"'\\${}]+"
+CHOICES = {
+    "market": ("on-demand", "spot", "capacity-block"),
+    "efa": ("auto", "true", "false"),
+    "nodes": ("fixed", "autoscaled"),
+}
+ROOT = Path(__file__).parents[2]
+# What cluster/Dockerfile copies, and the Dockerfile itself.
+IMAGE_CONTEXT = (
+    *("cluster", "configs", "constraints.txt", "LICENSE"),
+    *("pyproject.toml", "rayapp", "README.md", "setup.py"),
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class Options:
     name: str = "rayapp"
     region: str = DEFAULT_REGION
     tag: str | None = None
-    """Tag of the image in the account's registry; None: that of these sources (`image.tag`)."""
+    """Tag of the image in the account's registry; None: that of these sources (`image_tag`)."""
     head: str = "m6i.2xlarge"
     data_nodes: int = 0
     """Hosts without GPUs that prepare data beside the workers."""
@@ -39,7 +59,6 @@ class Options:
     """Id of a capacity reservation, or of a capacity block with market=capacity-block."""
     efa: str = "auto"
     """auto: use EFA if the instance has it; true: refuse an instance without; false: never."""
-    launch: str = "ec2"
     components: tuple[str, ...] = ()
     api_cidrs: tuple[str, ...] = ()
     """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
@@ -67,53 +86,71 @@ def stack(platform: str, options: Options) -> str:
     return f"{options.name}-{'ecs' if platform == 'ecs' else 'eks'}"
 
 
+def image_tag(root: Path = ROOT) -> str:
+    """Return the tag of these sources' image: the version, and a hash of all that goes into it.
+
+    The registry's tags are immutable: an image is pushed once, and changed sources get another tag.
+    Without sources it is the version alone.
+    """
+    release = version("rayapp")
+    if not (root / "cluster" / "Dockerfile").is_file():  # installed from a wheel
+        return release
+    digest = hashlib.sha256()
+    for name in IMAGE_CONTEXT:
+        top = root / name
+        for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if path.is_file() and "__pycache__" not in path.parts:
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+                digest.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
+    return f"{release}-{digest.hexdigest()[:12]}"
+
+
 def option_problems(platform: str, options: Options) -> list[str]:
     """Return every problem of the options alone, without the config."""
-    problems = []
-    if platform not in PLATFORMS:
-        problems.append(f"{platform} is unknown: no such platform. Set one of ecs, kuberay")
-    if options.account is None:
-        problems.append(
-            "account=none is missing: names of roles and images contain it, and the credentials do "
-            "not tell it. Set --account=123456789012"
-        )
-    problems += malformed({field: getattr(options, field) for field in PATTERNS})
-    choices = {
-        "market": ("on-demand", "spot", "capacity-block"),
-        "efa": ("auto", "true", "false"),
-        "launch": ("ec2", "fargate"),
-        "nodes": ("fixed", "autoscaled"),
+    ecs, components = platform == "ecs", options.components
+    scaling, autoscaled = "autoscaling" in components, options.nodes == "autoscaled"
+    no_block = options.market == "capacity-block" and options.reservation is None
+    no_volume = "lustre" in components and options.lustre is None
+    checks = {
+        f"{platform} is unknown: no such platform. Set ecs or kuberay": platform not in PLATFORMS,
+        "account=none is missing: names of roles and images contain it, and the credentials do "
+        "not tell it. Set --account=123456789012": options.account is None,
+        **dict.fromkeys(malformed({field: getattr(options, field) for field in PATTERNS}), True),
+        "reservation=none is missing: a capacity block is used by its id. Set "
+        "--reservation": no_block,
+        "api_cidrs is impossible: ECS has no API server of its own. Leave it out": ecs
+        and options.api_cidrs != (),
+        "queue is impossible: ECS has no Kueue. Leave it out": ecs and options.queue is not None,
+        "lustre=none is missing: the volume is that of infra/eks. "
+        'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"': no_volume,
+        "component autoscaling is impossible: the stack has no cluster autoscaler, so the workers "
+        "would wait for nodes for ever. Install one and set --nodes=autoscaled, or leave the "
+        "component out": scaling and not autoscaled,
+        "components autoscaling and kueue exclude each other: Kueue admits no cluster that Ray's "
+        "autoscaler scales. Leave one out": scaling and "kueue" in components,
+        "nodes=autoscaled is impossible: workers of a fixed number keep their nodes. Set "
+        "--components=autoscaling too": autoscaled and not scaling,
     }
-    for field, allowed in choices.items():
-        if (value := getattr(options, field)) not in allowed:
-            problems.append(f"{field}={value} is unknown. Set one of {', '.join(allowed)}")
+    for field, allowed in CHOICES.items():
+        text = f"{field}={getattr(options, field)} is unknown. Set one of {', '.join(allowed)}"
+        checks[text] = getattr(options, field) not in allowed
     for field in ("prometheus", "grafana"):
         url = getattr(options, field)
-        if url is not None and not re.fullmatch(r"https?://[^\s\"'\\${}]+", url):
-            problems.append(
-                f"{field}={url} is malformed: the URL of a server is expected. Set --{field} to "
-                "e.g. http://prometheus.monitoring:9090"
-            )
-    if options.market == "capacity-block" and options.reservation is None:
-        problems.append(
-            "reservation=none is missing: a capacity block is used by its id. Set --reservation"
-        )
-    problems += _component_problems(platform, options)
-    problems += [problem for cidr in options.api_cidrs for problem in _cidr_problems(cidr)]
-    if options.api_cidrs and platform == "ecs":
-        problems.append("api_cidrs is impossible: ECS has no API server of its own. Leave it out")
+        text = f"{field}={url} is malformed: the URL of a server is expected. Set --{field} to "
+        text += "e.g. http://prometheus.monitoring:9090"
+        checks[text] = url is not None and not re.fullmatch(SERVER, url)
+    for component in components:
+        known = component in COMPONENTS
+        text = f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}"
+        checks[text] = not known
+        checks[f"component {component} is impossible: ECS has none. Leave it out"] = known and ecs
+    problems = [problem for problem, wrong in checks.items() if wrong]
+    problems += [problem for cidr in options.api_cidrs if (problem := _cidr_problem(cidr))]
     if options.queue is not None:
-        if platform == "ecs":
-            problems.append("queue is impossible: ECS has no Kueue. Leave it out")
         try:
             instance(options.queue.partition(":")[0], "queue")
         except UnknownInstance as error:
             problems.append(str(error))
-    if "lustre" in options.components and options.lustre is None:
-        problems.append(
-            "lustre=none is missing: the volume is that of infra/eks. "
-            'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"'
-        )
     return problems
 
 
@@ -126,40 +163,12 @@ def malformed(values: Mapping[str, str | None]) -> list[str]:
     ]
 
 
-def _component_problems(platform: str, options: Options) -> list[str]:
-    """Return what is wrong with the components and who adds their nodes."""
-    problems = []
-    for component in options.components:
-        if component not in COMPONENTS:
-            problems.append(f"component {component} is unknown. Set one of {', '.join(COMPONENTS)}")
-        elif platform == "ecs":
-            problems.append(f"component {component} is impossible: ECS has none. Leave it out")
-    if "autoscaling" in options.components:
-        if options.nodes != "autoscaled":
-            problems.append(
-                "component autoscaling is impossible: the stack has no cluster autoscaler, so the "
-                "workers would wait for nodes for ever. Install one and set --nodes=autoscaled, or "
-                "leave the component out"
-            )
-        if "kueue" in options.components:
-            problems.append(
-                "components autoscaling and kueue exclude each other: Kueue admits no cluster that "
-                "Ray's autoscaler scales. Leave one out"
-            )
-    elif options.nodes == "autoscaled":
-        problems.append(
-            "nodes=autoscaled is impossible: workers of a fixed number keep their nodes. "
-            "Set --components=autoscaling too"
-        )
-    return problems
-
-
-def _cidr_problems(cidr: str) -> Iterator[str]:
+def _cidr_problem(cidr: str) -> str | None:
     what = "networks such as 203.0.113.7/32 are expected. Set --api_cidrs"
     try:
         network = ipaddress.ip_network(cidr)
     except ValueError as error:
-        yield f"api_cidrs={cidr} is malformed: {error}; {what}"
-    else:
-        if network.version != 4 or network.prefixlen < 16:
-            yield f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"
+        return f"api_cidrs={cidr} is malformed: {error}; {what}"
+    if network.version != 4 or network.prefixlen < 16:
+        return f"api_cidrs={cidr} is too wide: IPv4 networks of /16 at the widest; {what}"
+    return None

@@ -25,12 +25,12 @@ from rayapp.config.fields import (
     mapping,
 )
 from rayapp.config.lora import Lora
-from rayapp.config.sections import SCHEDULE, RunConfig
+from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
+from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
 from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.tasks import Tasks
 from rayapp.config.text import shown
 
-Optimizer = Literal["adamw", "adamw8bit", "muon"]
 Precision = Literal["fp32", "bf16", "fp8"]
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 Checkpointing = Literal["none", "full", "selective"]
@@ -118,13 +118,13 @@ class Data(Section):
         return self.mixture or {self.path: 1.0}
 
 
-class Train(Section):
+class Train(TrainSection):
     tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
     micro_batch: AutoInt = Field(default=8, ge=1)
     """Rows in one forward and backward on one worker; auto: the most that fit into a worker's
     memory by the plan, half of them after a step that runs out of memory."""
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
     AdamW for all else, with one lr."""
     max_steps: OptionalInt = Field(default=None, ge=0)
@@ -271,14 +271,9 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     micro_batch = train.micro_batch or 1  # auto takes what divides the step
     unit = micro_batch * data.seq_len
     if train.tokens_per_step % unit:
-        below = train.tokens_per_step // unit * unit
-        legal = " or ".join(f"{value:_}" for value in (below, below + unit) if value)
-        yield (
-            ("train.tokens_per_step", "train.micro_batch", "data.seq_len"),
-            f"train.tokens_per_step={train.tokens_per_step} is not divisible: a step is a whole "
-            f"number of micro-batches of {micro_batch} rows x {data.seq_len} tokens = "
-            f"{unit}. Set train.tokens_per_step={legal}",
-        )
+        field, rows = "train.tokens_per_step", f"{micro_batch} rows x {data.seq_len} tokens"
+        problem = indivisible(field, train.tokens_per_step, unit, f"{rows} = {unit}")
+        yield (field, "train.micro_batch", "data.seq_len"), problem
     if data.mixture and train.max_steps is None:
         yield (
             ("data.mixture", "train.max_steps"),
@@ -356,11 +351,11 @@ def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"model.lora.{name}={value} is in conflict: peft has none for adapters of "
             "parameters, as model.lora.target_parameters asks for. Leave one of them out",
         )
-    if train.optimizer == "muon":
+    if OPTIMIZERS[train.optimizer].updates == "hidden matrices":
         yield (
             ("model.lora", "train.optimizer"),
-            "train.optimizer=muon is in conflict: it orthogonalises the update of a whole matrix, "
-            "and an adapter has two thin factors instead. Set train.optimizer=adamw",
+            f"train.optimizer={train.optimizer} is in conflict: it updates whole matrices, and an "
+            "adapter has two thin factors instead. Set train.optimizer=adamw",
         )
     if lora.quantize != "none" and config.model.from_scratch:
         yield (

@@ -255,3 +255,13 @@ class RunConfig(Section):
         values = self.model_dump(mode="json")
         first = {name: value for name, value in values.items() if not isinstance(value, dict)}
         return yaml.dump(first | values, Dumper=Dumper, sort_keys=False)
+
+
+def indivisible(field: str, value: int, unit: int, what: str) -> str:
+    """Return the problem of a step that is no whole number of micro-batches of `what`, `unit`."""
+    below = value // unit * unit
+    legal = " or ".join(f"{each:_}" for each in (below, below + unit) if each)
+    return (
+        f"{field}={value} is not divisible: a step is a whole number of micro-batches of {what}. "
+        f"Set {field}={legal}"
+    )

@@ -17,12 +17,14 @@ from rayapp.config.fields import (
     comma_list,
     mapping,
 )
-from rayapp.config.sections import SCHEDULE, RunConfig
+from rayapp.config.optimizers import ImageOptimizerName, TrainSection
+from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
 
 Share = Annotated[float, Field(ge=0, le=1)]
-ImageOptimizer = Literal["sgd", "lars", "adamw"]
 ImageStrategy = Literal["ddp", "full_shard", "shard_grad_op", "hybrid_shard"]
 Three = Annotated[tuple[float, float, float], BeforeValidator(comma_list)]
+Above0 = Annotated[float, Field(gt=0)]
+Deviations = Annotated[tuple[Above0, Above0, Above0], BeforeValidator(comma_list)]
 
 
 class ImageModel(Section):
@@ -71,7 +73,7 @@ class ImageDataConfig(Section):
     """Alpha of CutMix; 0 for none. With mixup as well each pair takes one of the two."""
     mean: Three = (0.485, 0.456, 0.406)
     """Mean of red, green and blue, 0-1, that is taken off."""
-    std: Three = (0.229, 0.224, 0.225)
+    std: Deviations = (0.229, 0.224, 0.225)
     """Their deviation, that is divided by."""
     count: OptionalInt = Field(default=None, ge=1)
     """How many training images there are, for a plan before the run has counted them itself."""
@@ -82,12 +84,12 @@ class ImageDataConfig(Section):
     """Ray Data tasks at once that read, decode and augment; none takes the CPUs left over."""
 
 
-class ImageTrain(Section):
+class ImageTrain(TrainSection):
     images_per_step: int = Field(default=256, ge=1)
     """Global batch: images per optimizer step, over all workers."""
     micro_batch: int = Field(default=64, ge=1)
     """Images in one forward and backward on one worker: what batch-norm takes its statistics of."""
-    optimizer: ImageOptimizer = "sgd"
+    optimizer: ImageOptimizerName = "sgd"
     """lars: SGD with a rate for each layer (large batches)."""
     max_steps: OptionalInt = Field(default=None, ge=0)
     """Optimizer steps; none is derived from epochs."""
@@ -174,26 +176,15 @@ class VisionConfig(RunConfig):
         yield from super().conflicts()
         train, data = self.train, self.data
         if train.images_per_step % train.micro_batch:
-            below = train.images_per_step // train.micro_batch * train.micro_batch
-            legal = " or ".join(f"{n}" for n in (below, below + train.micro_batch) if n)
-            yield (
-                ("train.images_per_step", "train.micro_batch"),
-                f"train.images_per_step={train.images_per_step} is not divisible: a step is a "
-                f"whole number of micro-batches of {train.micro_batch} images. Set "
-                f"train.images_per_step={legal}",
-            )
+            field, count, size = "train.images_per_step", train.images_per_step, train.micro_batch
+            problem = indivisible(field, count, size, f"{size} images")
+            yield (field, "train.micro_batch"), problem
         if not 0 < data.crop_scale[0] <= data.crop_scale[1]:
             least, most = data.crop_scale
             yield (
                 ("data.crop_scale",),
                 f"data.crop_scale={least}, {most} is not a range: an area is above 0, the least "
                 "before the most. Set e.g. data.crop_scale=0.08,1",
-            )
-        if 0 in data.std:
-            yield (
-                ("data.std",),
-                f"data.std={', '.join(map(str, data.std))} is not a divisor: a channel's deviation "
-                "is 0. Set numbers above 0",
             )
 
     @property

@@ -118,6 +118,21 @@ class UnitTask:
         else:
             tokenise_unit(recipe, url, self.origin, self.unit)
 
+    def place(self, recipe: RowRecipe) -> str:
+        """Return the first piece that it reads, and the number of the others."""
+        source = recipe.source if self.origin == "train" else recipe.eval_source
+        assert source is not None
+        first, more = self.unit.pieces[0], len(self.unit.pieces) - 1
+        if first.is_stream:
+            place = f"{source.root}/{first.file}"
+        elif source.format in ("text", "jsonl"):
+            place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
+        elif source.format == "parquet":
+            place = f"{source.root}/{first.file} row group {first.start}"
+        else:
+            place = f"{first.file}[{first.start}]"
+        return place + (f" (and {more} more parts)" if more else "")
+
 
 def jobs_of(recipe: RowRecipe) -> list[Job]:
     """Return the units of a recipe in the order of their numbers."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from rayapp.config import DATA_LABEL
 from rayapp.data import sources
-from rayapp.data.recipe import RowRecipe
 
 LOST = "lost"
 NODE_LABEL = "ray.io/node-id"  # which Ray gives to each node
@@ -26,29 +25,26 @@ class Task(Protocol):
     def source(self) -> int:
         """The number of its recipe."""
 
-    @property
-    def origin(self) -> str:
-        """train, or eval for the source of held-out data."""
+    def place(self, recipe: Any) -> str:
+        """Return what it reads, for messages."""
 
-    @property
-    def unit(self) -> sources.ReadUnit:
-        """What it reads."""
-
-    def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it, for a folder of rows below `url`."""
+    def run(self, recipe: Any, url: str, folder: str) -> None:
+        """Do it by its recipe, for a folder of rows or of an index below `url`."""
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 def run_tasks(
-    recipes: Sequence[RowRecipe],
+    recipes: Sequence[Any],
     url: str,
     tasks: Sequence[AnyTask],
     concurrency: int | None,
     num_cpus: float | None = None,
 ) -> Iterator[AnyTask]:
     """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
+
+    `recipes` are of rows, or of an index of images.
 
     Each reserves `num_cpus` in Ray, by default one. They run on the nodes that prepare data, if the
     cluster has such, and on others where these are busy or gone. Tasks that reserve nothing are at
@@ -87,9 +83,14 @@ def run_tasks(
     mapped.context.execution_no_progress_timeout_s = -1
     for row in mapped.iter_rows():
         task = tasks[row["number"]]
+        if row["problem"] == LOST:
+            raise sources.SourceError(
+                f"{task.place(recipes[task.source])} cannot be prepared: the process that reads it "
+                f"died {MAX_ATTEMPTS} times, as when its memory is full. Split the large records "
+                "there, or leave them out"
+            )
         if row["problem"]:
-            lost = _lost(recipes[task.source], task.origin, task.unit)
-            raise sources.SourceError(lost if row["problem"] == LOST else row["problem"])
+            raise sources.SourceError(row["problem"])
         yield task
 
 
@@ -141,7 +142,7 @@ def _first(*labels: dict[str, str]) -> dict[str, Any]:
     return {"label_selector": labels[0], "fallback_strategy": others}
 
 
-def _without_files(recipe: RowRecipe) -> RowRecipe:
+def _without_files(recipe: Any) -> Any:
     """Drop the lists of files, which may be long: a unit names its own."""
     held_out = replace(recipe.eval_source, files=()) if recipe.eval_source else None
     return replace(recipe, source=replace(recipe.source, files=()), eval_source=held_out)
@@ -153,23 +154,3 @@ def _attempts() -> int:
 
     worker: Any = global_worker
     return int(worker.core_worker.get_current_task_attempt_number())
-
-
-def _lost(recipe: RowRecipe, origin: str, unit: sources.ReadUnit) -> str:
-    """Return the error text for a unit that killed every process that prepared it."""
-    source = recipe.source if origin == "train" else recipe.eval_source
-    assert source is not None
-    first = unit.pieces[0]
-    if first.is_stream:
-        place = f"{source.root}/{first.file}"
-    elif source.format in ("text", "jsonl"):
-        place = f"{source.root}/{first.file} bytes {first.start} to {first.end}"
-    elif source.format == "parquet":
-        place = f"{source.root}/{first.file} row group {first.start}"
-    else:
-        place = f"{first.file}[{first.start}]"
-    more = f" (and {len(unit.pieces) - 1} more parts)" if len(unit.pieces) > 1 else ""
-    return (
-        f"{place}{more} cannot be prepared: the process that reads it died {MAX_ATTEMPTS} "
-        "times, as when its memory is full. Split the large records there, or leave them out"
-    )

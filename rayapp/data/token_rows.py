@@ -257,9 +257,8 @@ class TokenRows:
 def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
     """Read the rows that `rank` of `world` takes in a step."""
     ids = order.micro_batches(step, rank, world)  # [m, b]
-    numbers = np.arange(len(ids))[:, None] * world + rank  # micro-batch within the step: [m, 1]
-    positions = numbers * order.micro_batch + np.arange(order.micro_batch)  # [m, b]
-    return _batch(rows, step, ids, np.where(ids == EMPTY, EMPTY, positions), order.source_ends)
+    positions = np.where(ids == EMPTY, EMPTY, order.places(rank, world))
+    return _batch(rows, step, ids, positions, order.source_ends)
 
 
 def _batch(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from rayapp import config as configs
+from rayapp import planner
 from rayapp.config import ConfigError, Run, RunConfig
 from rayapp.config.text import user_folder
 from rayapp.driver.budget import budget_problems
@@ -77,6 +80,25 @@ def _written(config: RunConfig) -> list[Storage]:
     own = [root / config.run.name, root / RAY / config.run.name]
     mine = [folder for folder in own if os.path.isdir(folder.local_path() or "")]
     return [root, root / PREPARED, root / RAY, *mine]
+
+
+def source_problem(error: Exception, path: str, field: str) -> str:
+    """Return the problem of a config whose `field` names data at `path` that cannot be read."""
+    text = str(error)
+    if not text.startswith(("data.path=", "data.format=")):
+        text = f"data.path={path} is not readable: {text}"
+    return text.replace("data.path=", f"{field}=", 1)
+
+
+def plan_problem(config: RunConfig, forecast: Callable[[Any], planner.Answer | None]) -> str | None:
+    """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan.
+
+    It must fit each instance type of a list.
+    """
+    if config.cluster.ignore_plan:
+        return None
+    found = (planner.size_problem(forecast(each)) for each in config.alternatives())
+    return next(filter(None, found), None)
 
 
 def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | None:

@@ -1,6 +1,6 @@
 """Run a config from the driver's side: check, start Ray, prepare the data, train, report.
 
-result = run(config, KIND, console, started)
+result = Kind(check, settle, prepare).run(config, console, started)
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
+from rayapp.jobs.results import Result
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.console import Console as PlainConsole
@@ -85,33 +86,34 @@ class Kind:
     run, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None
 
+    def run(
+        self,
+        config: RunConfig,
+        console: Console | None = None,
+        started: float | None = None,
+        on_step: Callable[[MetricsLine], None] | None = None,
+    ) -> Result:
+        """Run a config until it is done or stopped; return its result: what is in result.json.
 
-def run(
-    config: RunConfig,
-    kind: Kind,
-    console: Console | None,
-    started: float | None,
-    on_step: Callable[[MetricsLine], None] | None = None,
-) -> RunResult:
-    """Run a config until it is done or stopped, and return the content of result.json.
+        `started` is the Unix time in seconds at which the command began, if that was before this
+        call. `on_step` gets each line of metrics.jsonl as a dict; a thread calls it, so it holds up
+        no step.
 
-    `started` is the Unix time in seconds at which the command began, if that was before this call.
-    A thread calls `on_step` with each line of metrics.jsonl.
-
-    Raises:
-        ConfigError: it cannot run as described, or a file in its folder is damaged.
-        RunFailed: it failed on the way; running the same again resumes.
-        SecretError: a secret that the job refers to cannot be read.
-    """
-    phases = Phases(started or time.time())
-    with captured() as tail:
-        secrets.load()
-        # Text, which `tail` can keep; a kernel asks for colours (FORCE_COLOR) and is no terminal.
-        terminal = None if sys.stdout is None else sys.stdout.isatty()
-        console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
-        tell_ray()
-        with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
-            return _run(config, kind, console, heartbeat, on_step)
+        Raises:
+            ConfigError: it cannot run as described, or a file in its folder is damaged.
+            RunFailed: it failed on the way; running the same again resumes.
+            SecretError: a secret that the job refers to cannot be read.
+        """
+        phases = Phases(started or time.time())
+        with captured() as tail:
+            secrets.load()
+            # Text, which `tail` can keep; a kernel asks for colours (FORCE_COLOR) and is no
+            # terminal.
+            terminal = None if sys.stdout is None else sys.stdout.isatty()
+            console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
+            tell_ray()
+            with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
+                return Result(_run(config, self, console, heartbeat, on_step))
 
 
 def _run(

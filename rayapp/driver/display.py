@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -196,3 +197,8 @@ def next_steps(result: RunResult) -> list[str]:
     if result.get("model_path") and unit_of(result) == TOKENS:
         lines.append(f"      rayapp generate {run}")
     return lines
+
+
+def fact(console: Console, label: str, text: str) -> None:
+    """Print one line of a plan: what it is about, and the plain text."""
+    console.print(f"[bold]{label:14}[/bold] {escape(text)}", highlight=False, soft_wrap=True)

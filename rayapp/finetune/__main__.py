@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
 
+from rayapp import finetune
 from rayapp.config import Config
 from rayapp.driver import main as command_line
 
@@ -19,13 +18,8 @@ STARTED = time.time()
 
 def main(argv: list[str], started: float | None = None) -> int:
     """Run the command line; return the exit code: 0 done, 1 failed, 2 bad config, 3 stopped."""
-    return command_line.main(argv, str(__doc__).strip(), Config, _load, started)
-
-
-def _load() -> Callable[..., Mapping[str, Any]]:
-    from rayapp.finetune.run import finetune
-
-    return finetune
+    usage = str(__doc__).strip()
+    return command_line.main(argv, usage, Config, lambda: finetune.finetune, started)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayapp import model, planner
+from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, sources, templates, tokens
@@ -31,7 +31,7 @@ from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train import planning
+from rayapp.train.planning import forecast
 
 MAX_NAMED = 3  # tokens without an embedding, in a message
 # What a tokenizer that has loaded may yet fail at; in a run of letters, by the steps of a pattern.
@@ -140,9 +140,9 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
-    if problem := plan_problem(config, base, tokenizer):
-        raise ConfigError([problem])
     shape = _shape(base, config, tokenizer)
+    if problem := checks.plan_problem(config, lambda each: forecast(each, shape)):
+        raise ConfigError([problem])
     if wrong := code_problems(config, shape):
         raise ConfigError(wrong)
     if problem := schedule_problem(config, run):
@@ -172,36 +172,8 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     return replace(ready, config=config)
 
 
-def plan_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
-    """Return a problem if the run does not fit cluster.instance; None with cluster.ignore_plan.
-
-    It must fit each instance type of a list.
-    """
-    shape = _shape(base, config, tokenizer)
-    found = (planner.size_problem(forecast(each, shape)) for each in config.alternatives())
-    problem = next(filter(None, found), None)
-    return None if config.cluster.ignore_plan else problem
-
-
 def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
     return model_shape(base, config, None if tokenizer is None else tokens.num_ids(tokenizer))
-
-
-def forecast(
-    config: Config, shape: Any, steps: int | None = None, **machine: Any
-) -> planner.Answer | None:
-    """Plan a run from the shape of its model (a transformers config).
-
-    `machine` describes the machine if cluster.instance does not name it (see `planner.ask`).
-    Returns None if the planner has no formula for the architecture and it cannot be read.
-
-    Raises:
-        ConfigError: the instance is unknown, or cannot compute in this precision.
-    """
-    try:
-        return planning.plan(config, steps=steps, model=shape.to_dict(), **machine)
-    except planner.UnknownModel:
-        return None
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -284,10 +256,7 @@ def _source(
         problems += [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
         return source, found
     except (sources.SourceError, StorageError) as error:
-        text = str(error)
-        named = text.startswith(("data.path=", "data.format="))
-        text = text if named else f"data.path={path} is not readable: {text}"
-        problems.append(text.replace("data.path=", f"{field}=", 1))
+        problems.append(checks.source_problem(error, path, field))
         return None
 
 

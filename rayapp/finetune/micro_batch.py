@@ -17,12 +17,12 @@ from rich.console import Console
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.driver import placement
-from rayapp.finetune.check import forecast
 from rayapp.hardware import GIB
 from rayapp.observe.ending import causes
 from rayapp.observe.records import Summary
 from rayapp.observe.status import read_sections
 from rayapp.storage import Storage
+from rayapp.train.planning import forecast
 from rayapp.train.spec import LanguageSpec
 
 # The usable share of the free memory of a node without GPUs; Ray ends workers when 95 % of all its

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
+from rayapp.driver.display import fact
 from rayapp.finetune.ends import NO_END
 from rayapp.observe.records import Rendered
 from rayapp.order import Order
@@ -66,7 +67,7 @@ def plan(
     if notes := report.get("notes"):
         lines["noted"] = "; ".join(f"{count:,} {what}" for what, count in notes.items())
     for label, text in (*lines.items(), *(("by name", text) for text in by_name)):
-        console.print(f"[bold]{label:14}[/bold] {escape(text)}", highlight=False, soft_wrap=True)
+        fact(console, label, text)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{escape(warning)}[/yellow]", soft_wrap=True)
 
@@ -120,12 +121,8 @@ def records(console: Console, rendered: list[Rendered]) -> None:
     for each in rendered:
         for document in each["documents"][:1]:
             text = "".join(part.join(MARKS) if loss else part for part, loss in document)
-            console.print(
-                f"[bold]{'rendered':14}[/bold] {escape(each['path'])}, with loss in {MARKS[0]} "
-                f"{MARKS[1]}: {escape(text)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            path = each["path"]
+            fact(console, "rendered", f"{path}, with loss in {MARKS[0]} {MARKS[1]}: {text}")
 
 
 def lengths(counts: dict[str, int]) -> str:

@@ -23,7 +23,7 @@ from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import micro_batch, plan_lines, preview, source_rows
 from rayapp.finetune.build import model_shape
-from rayapp.finetune.check import CheckedLanguageRun, Input, forecast
+from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
@@ -34,6 +34,7 @@ from rayapp.order import Order, combine, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint.marker import latest, steps_done
+from rayapp.train.planning import forecast
 from rayapp.train.spec import LanguageSpec, RunSpec
 
 KIND = "rayapp.finetune"
@@ -63,7 +64,7 @@ def prepare(
     check_order(ready.run, prepared, order)
     parameters, trainable, by_name = count_parameters(shape, config)
     there = on_what_is_there(config)
-    planned = forecast(there, shape, order.num_steps, on_cpu=not gpus)
+    planned = forecast(there, shape, steps=order.num_steps, on_cpu=not gpus)
     vocabulary = shape.get_text_config().vocab_size
     settled = replace(ready, config=config)
     plan = plan_of(settled, prepared, order, parameters, tokenizer_url, vocabulary)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig
 
-from rayapp import hardware, model
+from rayapp import model
 from rayapp.config import Config
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
@@ -44,13 +44,11 @@ from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
-from rayapp.train.loss_spikes import Spikes
-from rayapp.train.optimizer import lr_at
-from rayapp.train.reading import read
+from rayapp.train.model_reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import STAY
-from rayapp.train.trainer import Trainer
+from rayapp.train.trainer import Trainer, peak_flops
 from rayapp.train.waiting import leave_now
 
 
@@ -64,6 +62,8 @@ LEAST_ROOM = 8192  # tokens of a forward pass without gradients
 
 class LanguageTrainer(Trainer):
     """A language model and its optimizers on one rank."""
+
+    spec: LanguageSpec
 
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -122,33 +122,15 @@ class LanguageTrainer(Trainer):
     def engine(self, control: Any) -> Engine:
         """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
-        watched = config.train.on_spike != "none"
         names = tuple(spec.data.sources) if spec.order.source_ends else ()
-        engine = Engine(
-            model=self.parts.lm,
-            optimizers=self.parts.optimizers,
-            lr_at=partial(
-                lr_at,
-                peak=config.train.lr,
-                schedule=config.train.schedule,
-                num_steps=spec.order.num_steps,
-                warmup_steps=config.train.warmup_steps,
-                floor=config.train.min_lr,
-                decay=config.train.decay,
-                first=config.train.schedule_from,
-            ),
-            device=self.device,
-            grad_clip=config.train.grad_clip,
-            control=control,
+        engine = self.common_engine(
+            control,
             rows_per_epoch=spec.data.epoch_rows,
-            rows_per_step=spec.order.rows_per_step,
             take_sums=self.parts.lm.take_sums,
             take_counts=self.parts.lm.routing.take,
-            spikes=Spikes(config.train.spike_sigmas) if watched else None,
             by_source=bool(names),
             may_wait=lambda batch: spec.order.more and batch.ends_block,
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
-            skip_bad=config.train.on_spike == "skip",
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
         )
@@ -323,18 +305,14 @@ def mfu_of(
     MFU is model FLOP/s over the peak of all workers' GPUs. The function returns None on CPUs, and
     where the GPU's peak or the model's shape is not known.
     """
-    if device.type != "cuda":
-        return lambda tokens, pairs, seconds: None
-    gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
-    peak = None if gpu is None else gpu.flops[spec.config.train.precision]
+    peak = peak_flops(spec.config.train.precision, device)
     lora = spec.config.model.lora
     options = (None, (), ()) if lora is None else (lora.rank, lora.targets, lora.target_parameters)
     shape = None if peak is None else _shape(spec.config, parts.lm.hf.config)
     if peak is None or shape is None:
         return lambda tokens, pairs, seconds: None
-    all_of_them = peak * dist.get_world_size()
     return lambda tokens, pairs, seconds: (
-        tokens * model_flops(shape, pairs / tokens, *options) / seconds / all_of_them
+        tokens * model_flops(shape, pairs / tokens, *options) / seconds / peak
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,12 @@ GIB = 2**30
 PRICE_DATE = "2026-11-21"
 PRICE_SOURCE = "AWS price list, on demand, Linux"
 DEFAULT_REGION = "us-west-2"
+# S3 Standard, the first 50 TB of an account, us-east-1 and us-west-2, in USD per 2**30 bytes (the
+# unit that S3 bills) and month; requests are not counted. https://aws.amazon.com/s3/pricing, 2025.
+USD_PER_GIB_MONTH = 0.023
+MONTH_HOURS = 730.0
+# Hours in which a deleted checkpoint still takes room: versions in runs/ are kept for a day.
+DELETED_HOURS = 24.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,30 @@ def gpu_from_device_name(name: str) -> Gpu | None:
         if wanted == gpu.device_name.casefold():
             return gpu
     return None
+
+
+def usd_of_checkpoints(
+    committed: Sequence[float], keep: int, until: float, gib_each: float
+) -> float:
+    """Return what a run's checkpoints cost until the hour `until`, in USD.
+
+    A checkpoint takes room from its commit until `keep` newer ones are committed, and for
+    DELETED_HOURS more, also after `until`. Those that are kept are counted until `until`.
+
+    Args:
+        committed: the hour of each commit, ascending.
+        keep: how many the run keeps.
+        until: the hour when the run ends, on the same clock.
+        gib_each: the size of one.
+
+    >>> round(usd_of_checkpoints([0.0, 10.0], keep=1, until=30.0, gib_each=730.0), 3)
+    1.242
+    """
+    hours = sum(
+        committed[n + keep] + DELETED_HOURS - start if n + keep < len(committed) else until - start
+        for n, start in enumerate(committed)
+    )
+    return gib_each * hours * USD_PER_GIB_MONTH / MONTH_HOURS
 
 
 def _rows(file: str) -> Iterator[dict[str, str]]:

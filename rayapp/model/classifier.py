@@ -35,10 +35,10 @@ from rayapp.model.init import draw_weights, fill, init_weights, local_part, loca
 from rayapp.model.sharding import device_mesh, shard
 from rayapp.model.source import ModelSource, resolve
 from rayapp.model.weights import load_weights, misfits_of
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 from rayapp.storage import Storage
 
-DERIVED = ("out_features", "out_indices", "stage_names")  # fields that follow from others
+DERIVED = ("out_features", "out_indices", "stage_names")  # from other fields: computed anew
 
 
 class Classifier(Wrapper):
@@ -47,8 +47,8 @@ class Classifier(Wrapper):
     def __init__(
         self,
         hf: PreTrainedModel,
-        mean: Sequence[float],
-        std: Sequence[float],
+        mean: Sequence[float] = (0.0, 0.0, 0.0),
+        std: Sequence[float] = (1.0, 1.0, 1.0),
         label_smoothing: float = 0.0,
         compute: torch.dtype = torch.float32,
         channels_last: bool = True,
@@ -107,20 +107,6 @@ class Classifier(Wrapper):
         return pixels.contiguous(memory_format=self.layout)
 
 
-def resolve_classifier(path: str) -> ModelSource:
-    """Resolve `model.path` as for any model, with an error that names the image presets.
-
-    Raises:
-        ValueError: it is nothing of the kind.
-    """
-    try:
-        return resolve(path)
-    except ValueError as error:
-        names = ", ".join(IMAGE_PRESETS)
-        text = str(error).split(" Set an existing folder")[0]
-        raise ValueError(f"{text} Set an existing folder, org/name, or one of: {names}") from None
-
-
 def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Sequence[str]) -> Any:
     """Return (the model's config with these classes, its source or None for a preset).
 
@@ -131,7 +117,12 @@ def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Seq
     if preset is not None:
         kind, given = CONFIG_MAPPING[preset.model_type], preset.fields
     else:
-        source = resolve_classifier(path)
+        try:
+            source = resolve(path)
+        except ValueError as error:  # it names the presets of language models
+            text = str(error).split(" Set an existing folder")[0]
+            fix = f"Set an existing folder, org/name, or one of: {', '.join(IMAGE_PRESETS)}"
+            raise ValueError(f"{text} {fix}") from None
         kind, given = type(source.config), source.config.to_dict()
     if kind not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
         raise ValueError(
@@ -140,8 +131,7 @@ def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Seq
         )
     if source is not None and not overrides:
         shape = copy.deepcopy(source.config)
-    else:  # drop the fields that follow from others, so that they are recomputed
-        given = {name: value for name, value in given.items() if name not in DERIVED}
+    else:
         shape = _shape_with(kind, given, overrides)
     if classes:
         shape.id2label = dict(enumerate(classes))
@@ -159,6 +149,7 @@ def _shape_with(kind: Any, given: Mapping[str, object], overrides: Mapping[str, 
             f"model.overrides={shown(overrides)} is unknown in {unknown[0]}: the config.json of "
             f"{kind.model_type} has no such field. {hint}"
         )
+    given = {name: value for name, value in given.items() if name not in DERIVED}
     try:
         return kind.from_dict({**given, **overrides})
     except (StrictDataclassError, TypeError, ValueError) as error:
@@ -181,7 +172,7 @@ def build_classifier(shape: PretrainedConfig, **options: Any) -> Classifier:
 def classifier_problems(path: str, source: ModelSource | None, shape: Any) -> list[str]:
     """Return the problems that prevent building or filling the model; reads headers only."""
     try:
-        classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1))
+        classifier = build_classifier(shape)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         return [f"model.path={path} cannot be built: {error!r}. Correct model.overrides"]
     return [] if source is None else misfits_of(classifier.hf, source)
@@ -193,23 +184,22 @@ def last_layer(shape: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     for more in (0, 1):
         other = copy.deepcopy(shape)
         other.num_labels = (shape.num_labels or 0) + more
-        built.append(build_classifier(other, mean=(0, 0, 0), std=(1, 1, 1)).hf)
+        built.append(build_classifier(other).hf)
     first, second = (dict(hf.named_parameters()) for hf in built)
     return {n: tuple(p.shape) for n, p in first.items() if p.shape != second[n].shape}
-
-
-def class_names(shape: Any) -> list[str]:
-    """Return the names of a config's classes in Unicode's composed form (NFC)."""
-    names = (shape.id2label[number] for number in range(shape.num_labels))
-    return [unicodedata.normalize("NFC", str(name)) for name in names]
 
 
 def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]:
     """Return each class's row in the source's last layer; None if no class there is named so.
 
-    A name that two classes of the source have, such as ImageNet's crane, is none of theirs.
+    Names are compared in Unicode's composed form (NFC). A name that two classes of the source have,
+    such as ImageNet's crane, is none of theirs.
     """
-    own, theirs = class_names(shape), class_names(source.config)
+    configs: tuple[Any, Any] = (shape, source.config)
+    own, theirs = (
+        [unicodedata.normalize("NFC", str(each.id2label[n])) for n in range(each.num_labels)]
+        for each in configs
+    )
     if own == theirs:
         return [*range(len(own))]
     rows, counts = {name: row for row, name in enumerate(theirs)}, Counter(theirs)
@@ -218,7 +208,7 @@ def class_rows(shape: PretrainedConfig, source: ModelSource) -> list[int | None]
 
 def forward_flops(shape: PretrainedConfig, size: int) -> float:
     """Count the FLOPs of one image's forward pass, on meta tensors."""
-    classifier = build_classifier(shape, mean=(0, 0, 0), std=(1, 1, 1)).eval()
+    classifier = build_classifier(shape).eval()
     with FlopCounterMode(display=False) as counter:
         classifier.hf(torch.empty(1, 3, size, size, device="meta"))
     return float(counter.get_total_flops())
@@ -245,7 +235,7 @@ def distribute(
         _draw_convolutions(classifier.hf, seed)
     else:
         rows = class_rows(classifier.hf.config, source)
-        alike = rows == [*range(len(class_names(source.config)))]
+        alike = rows == [*range(source.config.num_labels or 0)]
         names = () if alike else last_layer(classifier.hf.config)
         load_weights(classifier, source, device, drawn=names)
         if not alike:
@@ -269,7 +259,7 @@ def _move_rows(
     head: Mapping[str, nn.Parameter], source: ModelSource, rows: Sequence[int | None]
 ) -> None:
     """Copy rows of the source's last layer, by class, into this rank's part of the model's."""
-    theirs = build_classifier(source.config, mean=(0, 0, 0), std=(1, 1, 1))
+    theirs = build_classifier(source.config)
     load_weights(theirs, source, "cpu", drawn=theirs.hf.state_dict().keys() - head.keys())
     for name, parameter in head.items():
         values, (first, *_) = theirs.hf.get_parameter(name), local_slice(parameter)[0]

@@ -31,7 +31,7 @@ from rayapp.observe.goodput import (
 from rayapp.observe.origin import origin, redacted, submission_id
 from rayapp.observe.records import Event, EventFields, MetricsLine
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
-from rayapp.planner.machines import named_instance, nodes_of, price_of
+from rayapp.planner.question import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
 
 logger = logging.getLogger("rayapp.driver")

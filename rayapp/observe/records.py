@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from rayapp.data.report import DataReport
 from rayapp.observe.run_files import Count, Number, UnixTime
-from rayapp.planner.json_values import BandValues, Forecast
+from rayapp.planner.answer import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from rayapp.config import RunConfig
 from rayapp.config.fields import unit_of
-from rayapp.hardware import GIB, s3
+from rayapp.hardware import GIB, USD_PER_GIB_MONTH, usd_of_checkpoints
 from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
@@ -128,8 +128,8 @@ def stored(run: Storage, steps: Columns, keep: int) -> StoredCost:
     hours = steps["time"] / 3600
     committed = hours[steps["checkpoint_stall_s"] > 0].tolist()
     until = float(hours[-1]) if len(hours) else 0.0
-    usd = s3.usd_of_checkpoints(committed, keep, until, each)
-    return {"gib": gib, "usd_per_month": gib * s3.USD_PER_GIB_MONTH, "usd": usd}
+    usd = usd_of_checkpoints(committed, keep, until, each)
+    return {"gib": gib, "usd_per_month": gib * USD_PER_GIB_MONTH, "usd": usd}
 
 
 def step_s(run: Storage, steps: Columns) -> StepSeconds:

@@ -209,21 +209,20 @@ class Order:
         Micro-batch i of the step goes to rank i mod world. A rank that has fewer than the others
         gets micro-batches of -1 at the end, so that all ranks join the same number of collectives.
         """
-        num_micro = self.num_micro_batches(world)
+        places = self.places(rank, world)
+        ids = np.full(places.shape, EMPTY, dtype=np.int64)
+        there = places[places[:, 0] < self.rows_per_step]  # [m or m - 1, b]
+        positions = self._first_position(step) + there.ravel()
+        ids[: len(there)] = self._row_ids(positions, self._limit(step)).reshape(there.shape)
+        return ids
+
+    def places(self, rank: int, world: int) -> Ints:
+        """Return the places within a step of the rows that one rank takes in it, int64 [m, b]."""
+        count = self.num_micro_batches(world)
         if not 0 <= rank < world:
             raise ValueError(outside("rank", rank, 0, world - 1))
-        index = rank + world * np.arange(num_micro)  # [m], micro-batch within the step
-        index = index[index < self.rows_per_step // self.micro_batch]  # [m or m - 1]
-        positions = (  # [m or m - 1, b]
-            self._first_position(step)
-            + index[:, None] * self.micro_batch
-            + np.arange(self.micro_batch)
-        )
-        ids = np.full((num_micro, self.micro_batch), EMPTY, dtype=np.int64)
-        ids[: len(index)] = self._row_ids(positions.ravel(), self._limit(step)).reshape(
-            positions.shape
-        )
-        return ids
+        index = rank + world * np.arange(count)  # [m], micro-batch within the step
+        return index[:, None] * self.micro_batch + np.arange(self.micro_batch)
 
     def cursor(self, step: int, fingerprint: str) -> Cursor:
         """Return the position before `step`; num_steps gives the position after the run."""

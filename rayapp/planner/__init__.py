@@ -4,7 +4,7 @@
     found.fits, found.peak_gib, found.hours, found.cost_usd        # each with a band
     cheapest(found.question, deadline_hours=24).question.instance.name
 
-question.py  look up a config's model shape and machines; image_question.py: for classifiers
+question.py  look up a config's model shape, machines and prices
 shape.py     linear layers, parameters and LoRA adapters, from a config.json
 measured.py  what the caller's function counts for a model that shape.py has no formula for
 flops.py     FLOPs per token, of the model and of the hardware; MFU
@@ -12,8 +12,8 @@ memory.py    peak bytes on a GPU, term by term
 step.py      seconds of a step; image_step.py: for classifiers; times.py: what both share
 answer.py    memory, time, cost, checkpoints, goodput
 advice.py    what would fit or be faster, other node counts, the cheapest machines
-trained.py   the vocabulary of the trained model, and whether it starts from random weights
-show.py      tables in the terminal
+trained.py   the config.json and vocabulary of the trained model; whether its weights are random
+plan_tables.py  tables in the terminal
 
 No torch, no network, well under a second.
 """
@@ -34,7 +34,6 @@ from rayapp.planner.advice import (
     with_micro_batch,
 )
 from rayapp.planner.answer import Answer, Band, answer
-from rayapp.planner.image_question import ask_images
 from rayapp.planner.question import Question, UnknownModel, ask, counts_of
 from rayapp.planner.shape import Shape
 from rayapp.planner.trained import random_weights, with_adapters_lora
@@ -48,7 +47,6 @@ __all__ = [
     "answer",
     "as_dict",
     "ask",
-    "ask_images",
     "cheapest",
     "counts_of",
     "largest_micro_batch",
@@ -63,14 +61,14 @@ __all__ = [
 
 
 def plan(config: Config | VisionConfig, **more: Any) -> Answer:
-    """Plan a run; `more` goes to `ask` or `ask_images`: region, usd_per_hour, steps, model, read.
+    """Plan a run; `more` goes to `ask`: region, usd_per_hour, steps, model, read.
 
     Raises:
         ConfigError: the config cannot be planned; with every problem.
     """
     try:
         if isinstance(config, VisionConfig):
-            return answer(ask_images(config, **more))
+            return answer(ask(config, **more))
         question = ask(config, **more)
         if config.train.micro_batch is None:
             question = with_micro_batch(question, largest_micro_batch(question) or 1)

@@ -8,18 +8,15 @@ cheapest(question, deadline_hours=24)     # over all instances and node counts
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rayapp.config import ConfigError
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
-from rayapp.planner.flops import mean_context
 from rayapp.planner.image_memory import ImageLayout
-from rayapp.planner.machines import per_worker
 from rayapp.planner.memory import Layout
-from rayapp.planner.question import Question
-from rayapp.planner.times import Workload, machine_of
+from rayapp.planner.question import Question, per_worker
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)  # tried by `scaling` and `cheapest`
 Fields: TypeAlias = dict[str, Any]
@@ -97,81 +94,62 @@ def _per_worker(suggestion: Suggestion) -> float:
 def _variants(question: Question, fits: bool) -> Iterator[tuple[str, Question]]:
     """Yield (what to set, the changed question): each change alone and with full checkpointing."""
     layout = question.layout
-    full: Fields = {}
-    if isinstance(layout, ImageLayout):
-        singles = _image_changes(layout)
-    else:
-        singles = _text_changes(layout, fits)
-        full = {"checkpointing": "full"} if layout.checkpointing != "full" else {}
-    for change, fields in singles:
-        yield from _changed(question, change, fields)
-        if full and "checkpointing" not in fields:
-            both = f"{change} parallel.activation_checkpointing=full"
-            yield from _changed(question, both, {**fields, **full})
-    instance = question.instance
-    assert instance is not None
+    of_images = isinstance(layout, ImageLayout)
+    changed = [
+        (change, question.having(**fields), fields)
+        for change, fields in (_image_changes if of_images else _text_changes)(question, fits)
+        if any(getattr(layout, name) != value for name, value in fields.items())
+    ]
+    assert question.instance is not None
     for nodes in (2 * question.nodes, 4 * question.nodes):
-        other = question.on(instance, nodes)
-        if other is not None:
-            change = f"cluster.workers={other.workers}"
-            yield change, other
-            if full:
-                both = f"{change} parallel.activation_checkpointing=full"
-                yield from _changed(other, both, full)
+        workers = nodes * question.instance.gpus
+        other = question.on(question.instance, nodes)
+        changed.append((f"cluster.workers={workers}", other, {}))
+    for change, other, fields in changed:
+        if other is None:
+            continue
+        yield change, other
+        if isinstance(other.layout, Layout) and "checkpointing" not in fields:
+            both = other.having(checkpointing="full")
+            if both is not None and both != other:
+                yield f"{change} parallel.activation_checkpointing=full", both
 
 
 def _micro_batches(now: int, *more: int) -> Changes:
-    sizes = {1, now // 2, now * 2, now * 4, *more}
-    for size in sorted(sizes - {0, now}, reverse=True):
+    for size in sorted({1, now // 2, now * 2, now * 4, *more} - {0}, reverse=True):
         yield f"train.micro_batch={size}", {"micro_batch": size}
 
 
-def _text_changes(layout: Layout, fits: bool) -> Changes:
-    """Yield (what to set, layout fields) for each alternative setting of a language model."""
+def _text_changes(question: Question, fits: bool) -> Changes:
+    """Yield (what to set, layout fields) for the settings of a language model."""
+    layout = question.layout
+    assert isinstance(layout, Layout)
     for mode in ("none", "selective", "full"):
-        if mode != layout.checkpointing:
-            yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
+        yield f"parallel.activation_checkpointing={mode}", {"checkpointing": mode}
     yield from _micro_batches(layout.micro_batch)
-    if layout.strategy != "full_shard":
-        yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
-    if not layout.compiled:
-        yield "train.compile=true", {"compiled": True}
+    yield _whole(question)
+    yield "train.compile=true", {"compiled": True}
     if layout.optimizer == "adamw":
         yield "train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}
-    if not layout.cpu_offload:
-        yield "parallel.cpu_offload=true", {"cpu_offload": True}
-    if not layout.activation_offload:
-        yield "parallel.activation_offload=true", {"activation_offload": True}
+    yield "parallel.cpu_offload=true", {"cpu_offload": True}
+    yield "parallel.activation_offload=true", {"activation_offload": True}
     if layout.lora_rank is None and not fits:  # another training task: a last resort
         yield "model.lora={rank: 16}", {"lora_rank": 16}
 
 
-def _image_changes(layout: ImageLayout) -> Changes:
-    """Yield (what to set, layout fields) for each alternative setting of an image classifier."""
-    yield from _micro_batches(layout.micro_batch, layout.micro_batch // 4)
-    if layout.synchronized:
-        yield "parallel.sync_batch_norm=false", {"synchronized": False}
-    if not layout.compiled:
-        yield "train.compile=true", {"compiled": True}
-    if layout.precision == "fp32":
-        yield "train.precision=bf16", {"precision": "bf16"}
-    if layout.strategy != "full_shard":
-        yield "parallel.strategy=full_shard", {"strategy": "full_shard"}
+def _image_changes(question: Question, fits: bool) -> Changes:
+    """Yield (what to set, layout fields) for the settings of an image classifier."""
+    size = question.layout.micro_batch
+    yield from _micro_batches(size, size // 4)
+    yield "parallel.sync_batch_norm=false", {"synchronized": False}
+    yield "train.compile=true", {"compiled": True}
+    yield "train.precision=bf16", {"precision": "bf16"}
+    yield _whole(question)
 
 
-def _changed(question: Question, change: str, fields: Fields) -> Iterator[tuple[str, Question]]:
-    """Yield the question with changed layout fields; nothing if the micro-batch divides no step."""
-    layout = replace(question.layout, **fields)
-    if question.rows_per_step % layout.micro_batch:
-        return
-    if layout.strategy == "full_shard":
-        layout = replace(layout, shards=question.workers)
-    micro_batches = per_worker(question.rows_per_step, layout.micro_batch, question.workers)
-    layout = replace(layout, accumulates=micro_batches > 1)
-    job = question.job
-    if job is not None:
-        job = replace(job, layout=layout, micro_batches=micro_batches)
-    yield change, replace(question, layout=layout, job=job)
+def _whole(question: Question) -> tuple[str, Fields]:
+    fields = {"strategy": "full_shard", "shards": question.workers}
+    return "parallel.strategy=full_shard", fields
 
 
 def largest_micro_batch(question: Question) -> int | None:
@@ -198,8 +176,10 @@ def with_micro_batch(question: Question, size: int) -> Question:
     Raises:
         ValueError: it does not divide them.
     """
-    (changed,) = _changed(question, "", {"micro_batch": size})
-    return changed[1]
+    changed = question.having(micro_batch=size)
+    if changed is None:
+        raise ValueError(f"{size} does not divide {question.rows_per_step} rows")
+    return changed
 
 
 def scaling(question: Question) -> list[Answer]:
@@ -257,23 +237,17 @@ def cheapest(
 
 def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
     """Yield (USD, hours, answer) of the fastest setting that fits, per instance and node count."""
-    base = question
-    if base.job is None:  # no instance is named: start from any
-        first, layout = INSTANCES["p5.48xlarge"], base.layout
-        context = 0.0 if isinstance(layout, ImageLayout) else mean_context([layout.seq_len])
-        start = replace(base, job=Workload(layout, machine_of(first, 1), context))
-        base = start.on(first, 1) or start
-    settings = list(_settings(base.layout))
+    settings = list(_settings(question.layout))
     for instance in INSTANCES.values():
-        if instance.gpu is None or base.region not in instance.usd_per_hour:
+        if instance.gpu is None or question.region not in instance.usd_per_hour:
             continue
-        if instance.gpu.flops.get(base.layout.precision) is None:
+        if instance.gpu.flops.get(question.layout.precision) is None:
             continue
         for nodes in NODE_COUNTS:
             best: tuple[float, float, Answer] | None = None
             for fields in settings:
-                other = base.on(instance, nodes, **fields)
-                if other is None or other.workers > base.rows_per_step // fields["micro_batch"]:
+                other = question.on(instance, nodes, **fields)
+                if other is None or other.workers > question.rows_per_step // fields["micro_batch"]:
                     continue
                 then = answer(other)
                 if then.fits and then.cost_usd is not None and then.hours is not None:

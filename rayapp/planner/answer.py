@@ -12,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, cast
 
-from rayapp.hardware import GIB, s3
+from typing_extensions import TypedDict
+
+from rayapp.config.fields import TOKENS
+from rayapp.hardware import GIB, USD_PER_GIB_MONTH, usd_of_checkpoints
 from rayapp.planner.flops import mfu
 from rayapp.planner.image_memory import ImageLayout
-from rayapp.planner.image_step import image_step_time
-from rayapp.planner.json_values import BandValues, Forecast
+from rayapp.planner.image_step import feeding_problem, image_step_time
 from rayapp.planner.memory import Peak, with_slack
 from rayapp.planner.question import Question
 from rayapp.planner.shape import Shape
@@ -39,12 +41,52 @@ S3_SHARE, S3_BYTES_PER_S = 0.3, 5e9
 # Seconds from a failure to the next new step with a small model (README: 15 to 41 s by fault with
 # bench/faults.py, 2026-11-23). _goodput adds the time to read a large checkpoint back.
 RECOVERY_S = 30.0
-# vCPU seconds to decode and augment a photograph of 500 x 375 pixels: a constant, and a part per
-# pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
-# 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
-DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 # Seconds from the command to the first step, added to every run. Estimate.
 START_S = 120.0
+
+
+class BandValues(TypedDict):
+    """A band as JSON values."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Forecast(TypedDict, total=False):
+    """An answer as plan.json and `plan --json` hold it; a run has the keys of its own unit only."""
+
+    fits: bool | None
+    peak_gib: BandValues
+    step_s: BandValues | None
+    tokens_per_s: BandValues | None
+    tokens_per_s_per_gpu: BandValues | None
+    images_per_s: BandValues | None
+    images_per_s_per_gpu: BandValues | None
+    mfu: BandValues | None
+    hours: BandValues | None
+    epoch_hours: BandValues | None
+    cost_usd: BandValues | None
+    usd_per_1m_tokens: BandValues | None
+    usd_per_1m_images: BandValues | None
+    peak_terms_gib: dict[str, float]
+    peak_phase: str
+    capacity_gib: float | None
+    step_terms_s: dict[str, float] | None
+    parameters: int
+    active_parameters: int
+    trainable_parameters: int
+    workers: int
+    nodes: int
+    instance: str | None
+    usd_per_hour: float | None
+    region: str
+    steps: int | None
+    tokens_per_step: int
+    images_per_step: int
+    checkpoint: dict[str, float | None] | None
+    goodput: float | None
+    reasons: list[str]
 
 
 @dataclass(frozen=True)
@@ -54,6 +96,11 @@ class Band:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def around(cls, value: float, width: float) -> Band:
+        """Return the band of a relative half-width."""
+        return cls(value, value * (1 - width), value * (1 + width))
 
     def times(self, factor: float) -> Band:
         """Multiply all three values by a factor."""
@@ -175,7 +222,10 @@ def answer(question: Question) -> Answer:
     """
     plan = _memory(question)
     if question.job is None:
-        plan.reasons.append(_no_time(question))
+        why = "no instance is named. Set cluster.instance"
+        if question.instance is not None:
+            why = f"{question.instance.name} has no GPU"
+        plan.reasons.append(f"time and cost are unknown: {why}")
         return plan
     return _time_and_cost(plan, question.job)
 
@@ -184,10 +234,10 @@ def _memory(question: Question) -> Answer:
     """Return the answer with peak memory, its band, and whether it fits."""
     peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
-    width = IMAGES_MEMORY_BAND if _of_images(question) else MEMORY_BAND
+    width = IMAGES_MEMORY_BAND if isinstance(question.layout, ImageLayout) else MEMORY_BAND
     if question.layout.on_cpu:
         width = PROCESS_BAND
-    peak_gib = Band(size, size * (1 - width), size * (1 + width))
+    peak_gib = Band.around(size, width)
     capacity = _capacity_gib(question)
     fits = None if capacity is None else peak_gib.value <= capacity
     plan = Answer(question, fits, peak, peak_gib, capacity)
@@ -201,8 +251,9 @@ def _memory(question: Question) -> Answer:
 
 def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
     """Add time, cost, checkpoints and goodput; hours and cost need a known number of steps."""
-    question, reasons, images = plan.question, plan.reasons, _of_images(plan.question)
+    question, reasons = plan.question, plan.reasons
     layout, gpu = question.layout, job.machine.gpu
+    images = isinstance(layout, ImageLayout)
     time = image_step_time(job) if images else step_time(job)
     compared, width = (IMAGES_COMPARED, IMAGES_SPEED_BAND) if images else (COMPARED, SPEED_BAND)
     if gpu.name not in compared:
@@ -214,12 +265,13 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
         reasons.append(f"no published run of {shape.model_type} was compared: the band is wide")
     amount = question.amount_per_step
     per_s = amount / time.total_s
-    rate = Band(per_s, per_s * (1 - width), per_s * (1 + width))
-    needed = layout.model_flops(job.context)
+    rate = Band.around(per_s, width)
+    needed = layout.model_flops()
     peak_flops = gpu.flops.get(layout.precision)
     share = mfu(1.0, needed, gpus=question.workers, peak_flops=peak_flops)
-    if images:
-        reasons += _feeding(question, per_s)
+    if isinstance(layout, ImageLayout):
+        slow = feeding_problem(layout.shape.size, question.spare_cpus, per_s)
+        reasons += [slow] if slow else []
     saving = _saving(question)
     goodput = _goodput(question, saving)
     hours = _hours(plan, rate, goodput)
@@ -255,7 +307,7 @@ def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
     """Return the hours of the whole run, start-up included; None if its steps are unknown."""
     question = plan.question
     if question.steps is None:
-        what = "data.count (of images)" if _of_images(question) else "train.max_steps"
+        what = "train.max_steps" if question.unit is TOKENS else "data.count (of images)"
         plan.reasons.append(
             f"hours and cost are unknown: the number of steps is unknown. Set {what}, or plan "
             "the folder of a run with prepared data"
@@ -263,35 +315,6 @@ def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
         return None
     busy = rate.inverse(question.steps * question.amount_per_step / 3600 / goodput)
     return Band(*(value + START_S / 3600 for value in (busy.value, busy.low, busy.high)))
-
-
-def _of_images(question: Question) -> bool:
-    return isinstance(question.layout, ImageLayout)
-
-
-def _feeding(question: Question, per_s: float) -> list[str]:
-    """Return a warning if the spare CPUs may not decode and augment images fast enough."""
-    layout = question.layout
-    assert question.spare_cpus is not None and isinstance(layout, ImageLayout)
-    each, least = per_s / question.spare_cpus, 1 / decode_s(layout.shape.size)
-    if each <= least:
-        return []
-    return [
-        f"each of {question.spare_cpus} CPUs must decode and augment {each:,.0f} images/s, and may "
-        f"not reach {least:,.0f}: the GPUs would wait. Store smaller images, or set a "
-        "cluster.instance with more CPUs"
-    ]
-
-
-def decode_s(size: int) -> float:
-    """Return the vCPU seconds to decode and augment a photograph of 500 x 375 to `size` pixels."""
-    return DECODE_S + DECODE_PIXEL_S * size**2
-
-
-def _no_time(question: Question) -> str:
-    if question.instance is None:
-        return "time and cost are unknown: no instance is named. Set cluster.instance"
-    return f"time and cost are unknown: {question.instance.name} has no GPU"
 
 
 def _capacity_gib(question: Question) -> float | None:
@@ -319,12 +342,12 @@ def _saving(question: Question) -> Saving:
 
 def _stored(saving: Saving, keep: int, hours: float | None) -> Saving:
     """Add what checkpoints cost in S3, one every `saving.every_s` seconds, `keep` of them kept."""
-    month = keep * saving.size_gib * s3.USD_PER_GIB_MONTH
+    month = keep * saving.size_gib * USD_PER_GIB_MONTH
     if hours is None:
         return replace(saving, usd_per_month=month)
     every = saving.every_s / 3600
     committed = [every * number for number in range(1, math.floor(hours / every) + 1)]
-    usd = s3.usd_of_checkpoints(committed, keep, hours, saving.size_gib)
+    usd = usd_of_checkpoints(committed, keep, hours, saving.size_gib)
     return replace(saving, usd_per_month=month, usd=usd)
 
 

@@ -12,7 +12,7 @@ speed their MFU is higher than ours, by 12 % for 8B at 8k tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import assert_never
 
 from rayapp.config.language import Checkpointing
@@ -36,12 +36,7 @@ class Flops:
 
     def __add__(self, other: Flops) -> Flops:
         """Add part by part."""
-        return Flops(
-            self.linears + other.linears,
-            self.attention + other.attention,
-            self.head + other.head,
-            self.adapters + other.adapters,
-        )
+        return Flops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def mean_context(lengths: Sequence[int]) -> float:
@@ -73,10 +68,7 @@ def forward_flops(
     experts: Sequence[str] = (),
 ) -> Flops:
     """Return a token's forward FLOPs; `context` (C) is the mean number of tokens it attends to."""
-    weights = shape.total(
-        lambda linear: linear.active * linear.inputs * linear.outputs, shape.linears
-    )
-    linears = 2.0 * weights
+    linears = 2.0 * shape.total(lambda linear: linear.macs, shape.linears)
     attention = 4.0 * shape.layers * shape.heads * shape.head_dim * context
     if shape.measured:
         linears = shape.measured.flops
@@ -108,17 +100,17 @@ def recomputed_flops(
     "full" reruns each block up to the input of its last matrix, where PyTorch stops (early_stop).
     "selective" keeps attention's result and matrix results worth the share `kept` of their FLOPs.
     """
-    if checkpointing == "none":
-        return Flops(0.0, 0.0, 0.0)
-    last = shape.linears[-1]
-    skipped = 2.0 * shape.layers * last.active * last.inputs * last.outputs
-    if shape.measured:  # which product is the last one is not known
-        skipped = 0.0
-    if checkpointing == "full":
-        return Flops(forward.linears - skipped, forward.attention, 0.0, forward.adapters)
-    if checkpointing != "selective":
-        assert_never(checkpointing)
-    return Flops((1.0 - kept) * forward.linears, 0.0, 0.0, (1.0 - kept) * forward.adapters)
+    match checkpointing:
+        case "none":
+            return Flops(0.0, 0.0, 0.0)
+        case "full":  # which product is the last one of a measured block is not known
+            last = 0.0 if shape.measured else 2.0 * shape.layers * shape.linears[-1].macs
+            return Flops(forward.linears - last, forward.attention, 0.0, forward.adapters)
+        case "selective":
+            again = 1.0 - kept
+            return Flops(again * forward.linears, 0.0, 0.0, again * forward.adapters)
+        case _:
+            assert_never(checkpointing)
 
 
 def model_flops(

@@ -1,21 +1,26 @@
 """Peak bytes on a GPU while an image classifier trains, term by term.
 
-    peak = image_peak(ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64))
+    peak = ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64).peak()
 
 The peak is at the end of the forward pass, when everything that the backward pass needs is alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rayapp.config import VisionConfig
 from rayapp.config.language import Precision
-from rayapp.config.vision import ImageOptimizer, ImageStrategy
-from rayapp.planner.image_shape import ImageShape
+from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName
+from rayapp.config.vision import ImageStrategy
+from rayapp.planner.image_shape import ImageShape, image_shape_of
 from rayapp.planner.memory import FP32, Peak
+from rayapp.planner.shape import UnknownShape
+from rayapp.planner.trained import read_config_json
+from rayapp.presets import IMAGE_PRESETS
 
-# fp32 numbers that the optimizer keeps per parameter.
-STATES: dict[ImageOptimizer, int] = {"sgd": 1, "lars": 1, "adamw": 2}
 # Bytes of cuDNN's workspace for its fastest algorithm. Estimate: half a GiB, not measured.
 WORKSPACE_BYTES = 2**29
 
@@ -30,7 +35,7 @@ class ImageLayout:
     micro_batch: int
     strategy: ImageStrategy = "ddp"
     precision: Precision = "bf16"
-    optimizer: ImageOptimizer = "sgd"
+    optimizer: ImageOptimizerName = "sgd"
     compiled: bool = False
     averaged: bool = False
     """A moving average of the weights is kept."""
@@ -60,43 +65,78 @@ class ImageLayout:
         """Number of parameters that have a gradient: all of them."""
         return self.shape.parameters
 
+    @property
+    def kept_bytes(self) -> float:
+        """Bytes kept per image between forward and backward."""
+        kept, of_norms = self.shape.kept, FP32 if self.synchronized else self.element
+        floats = self.element * kept.values + of_norms * kept.norms
+        return float(floats + 8 * kept.indices + kept.masks)
+
     def peak(self) -> Peak:
-        """Return the moment of a step with the most memory."""
-        return image_peak(self)
+        """Return the bytes at the end of the forward pass, without the allocator's fragmentation.
+
+        That is the moment of a step with the most memory.
+        """
+        parameters, count = float(self.shape.parameters), self.micro_batch
+        of_shard = FP32 * parameters / self.shards
+        copies = self.element * parameters if self.element < FP32 else 0.0  # autocast's casts
+        gathers = 0.0 if self.strategy == "ddp" else FP32 * parameters
+        of_norm = 3 * FP32 if self.synchronized else 2 * self.element
+        workspace = of_norm * self.shape.largest * count
+        terms = {
+            "parameters": of_shard,
+            "gradients": of_shard,
+            "optimizer": of_shard / FP32 * OPTIMIZERS[self.optimizer].moment_bytes,
+            "average": of_shard if self.averaged else 0.0,
+            "gathers": copies + gathers,
+            "activations": count * self.kept_bytes,
+            "logits": 4.0 * FP32 * count * self.shape.classes,
+            "working": workspace + (0.0 if self.on_cpu else WORKSPACE_BYTES),
+        }
+        return Peak("the end of the forward pass", terms)
 
     def checkpoint_bytes(self) -> float:
         """Return the bytes of one checkpoint, all ranks together."""
-        return FP32 * self.trainable * (1.0 + STATES[self.optimizer] + self.averaged)
+        moments = OPTIMIZERS[self.optimizer].moment_bytes
+        return self.trainable * (FP32 * (1.0 + self.averaged) + moments)
 
-    def model_flops(self, context: float) -> float:
-        """Return the model FLOPs per training image; `context` is unused."""
-        return self.shape.model_flops
+    def model_flops(self) -> float:
+        """Return the model FLOPs per training image: a backward pass costs two forward passes."""
+        return 6.0 * self.shape.macs
 
 
-def kept_image_bytes(layout: ImageLayout) -> float:
-    """Return the bytes kept per image between forward and backward."""
-    kept = layout.shape.kept
-    of_norms = FP32 if layout.synchronized else layout.element
-    return float(
-        layout.element * kept.values + of_norms * kept.norms + 8 * kept.indices + kept.masks
+def image_layout(
+    config: VisionConfig,
+    model: Mapping[str, Any] | None,
+    precision: Precision,
+    problems: list[str],
+) -> ImageLayout | None:
+    """Return the layout on one worker; None, with a new problem, if the model is not known.
+
+    `model` is its config.json, overrides included, if the caller has it.
+    """
+    path, train = config.model.path, config.train
+    preset = IMAGE_PRESETS.get(path)
+    if model is None and preset is not None:
+        model = {"model_type": preset.model_type, **preset.fields, **config.model.overrides}
+    elif model is None:
+        values = read_config_json(path, IMAGE_PRESETS, problems)
+        if values is None:
+            return None
+        model = {**values, **config.model.overrides}
+    try:
+        shape = image_shape_of(model, config.data.size)
+    except UnknownShape as error:
+        problems.append(f"model.path={path} is not known: {error}")
+        return None
+    return ImageLayout(
+        shape=shape,
+        shards=1,
+        micro_batch=train.micro_batch,
+        strategy=config.parallel.strategy,
+        precision=precision,
+        optimizer=train.optimizer,
+        compiled=train.compile,
+        averaged=train.ema > 0,
+        synchronized=config.parallel.sync_batch_norm,
     )
-
-
-def image_peak(layout: ImageLayout) -> Peak:
-    """Return the bytes at the end of the forward pass, without the allocator's fragmentation."""
-    parameters, shards = float(layout.shape.parameters), layout.shards
-    copies = layout.element * parameters if layout.element < FP32 else 0.0  # autocast's casts
-    gathers = 0.0 if layout.strategy == "ddp" else FP32 * parameters
-    of_norm = 3 * FP32 if layout.synchronized else 2 * layout.element
-    workspace = of_norm * layout.shape.largest * layout.micro_batch
-    terms = {
-        "parameters": FP32 * parameters / shards,
-        "gradients": FP32 * parameters / shards,
-        "optimizer": FP32 * STATES[layout.optimizer] * parameters / shards,
-        "average": FP32 * parameters / shards if layout.averaged else 0.0,
-        "gathers": copies + gathers,
-        "activations": layout.micro_batch * kept_image_bytes(layout),
-        "logits": 4.0 * FP32 * layout.micro_batch * layout.shape.classes,
-        "working": workspace + (0.0 if layout.on_cpu else WORKSPACE_BYTES),
-    }
-    return Peak("the end of the forward pass", terms)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,15 @@ from typing import Any
 from rayapp.planner.shape import UnknownShape
 
 CLASSES = 1000  # ImageNet's, where a config.json names none
+# Fields of an EfficientNet's config.json with a value for each stage, and transformers' defaults.
+STAGES = {
+    "in_channels": (32, 16, 24, 40, 80, 112, 192),
+    "out_channels": (16, 24, 40, 80, 112, 192, 320),
+    "strides": (1, 2, 2, 2, 1, 2, 1),
+    "kernel_sizes": (3, 3, 5, 3, 5, 5, 3),
+    "expand_ratios": (1, 6, 6, 6, 6, 6, 6),
+    "num_block_repeats": (1, 2, 2, 3, 3, 4, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Convolution:
     side_in: int
     """Side length of the input in pixels, explicit padding (a padded copy) included."""
     groups: int = 1
+    """Above 1 in a depthwise convolution, in which each channel has its own kernel."""
     bias: bool = False
     norm: bool = True
     """Batch-norm follows the convolution."""
@@ -50,11 +60,6 @@ class Convolution:
     def macs(self) -> int:
         """Multiply-adds of the forward pass, per image."""
         return self.outputs * self.inputs // self.groups * self.kernel**2 * self.side**2
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether it is grouped: each channel has its own kernel."""
-        return self.groups > 1
 
     @property
     def read(self) -> int:
@@ -122,11 +127,6 @@ class ImageShape:
         """Elements of the largest layer output, per image."""
         return max(layer.written for layer in self.layers)
 
-    @property
-    def model_flops(self) -> float:
-        """Model FLOPs per training image; the backward pass costs twice the forward pass."""
-        return 6.0 * self.macs
-
 
 def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> ImageShape:
     """Return the shape that a config.json describes, for images of `size` x `size` pixels.
@@ -141,7 +141,7 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
         near = difflib.get_close_matches(kind, FAMILIES, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"Known are {', '.join(sorted(FAMILIES))}"
         raise UnknownShape(f"model_type={kind} is unknown: its layers are not known. {hint}")
-    classes = classes_of(config)
+    classes = int(config.get("num_labels") or len(config.get("id2label") or ()) or CLASSES)
     stack = _Stack(size)
     top = FAMILIES[kind](config, stack, same)
     if stack.side < 1:
@@ -149,13 +149,6 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
     stack.layers.append(Convolution(top, classes, 1, 1, 1, bias=True, norm=False, activation=False))
     stack.kept.values += top
     return ImageShape(kind, size, classes, tuple(stack.layers), stack.kept, stack.moved)
-
-
-def classes_of(config: Mapping[str, Any]) -> int:
-    """Return the number of classes in the config, or ImageNet's 1000."""
-    if config.get("num_labels"):
-        return int(config["num_labels"])
-    return len(config.get("id2label") or ()) or CLASSES
 
 
 class _Stack:
@@ -186,9 +179,14 @@ class _Stack:
         self.kept.norms += layer.written if layer.norm else 0
         self.moved.kernels += 1 + layer.norm + layer.activation
         if layer.activation:
-            self.moved.forward += 2 * layer.written
-            self.moved.backward += 3 * layer.written
+            self.move(2 * layer.written, 3 * layer.written)
         return layer
+
+    def move(self, forward: int, backward: int, kernels: int = 0) -> None:
+        """Count the elements that elementwise kernels read and write, and launches of kernels."""
+        self.moved.forward += forward
+        self.moved.backward += backward
+        self.moved.kernels += kernels
 
 
 def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
@@ -206,8 +204,8 @@ def _resnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     pooled = width * stack.side**2
     kept.indices += pooled
     kept.values += pooled
-    stack.moved.forward += stem.written + 5 * pooled  # indices count as four bf16 numbers
-    stack.moved.backward += stem.written + 5 * pooled
+    moved = stem.written + 5 * pooled  # indices count as four bf16 numbers
+    stack.move(moved, moved)
     for stage, (outputs, depth) in enumerate(zip(widths, depths, strict=True)):
         for number in range(depth):
             down = 2 if number == 0 and (stage or config.get("downsample_in_first_stage")) else 1
@@ -234,9 +232,8 @@ def _residual(
         stack.kept.values += stack.add(inputs, outputs, 3, stride).written
         last = stack.add(outputs, outputs, 3)
     stack.kept.values += last.written
-    stack.moved.forward += 3 * last.written  # the residual sum, in place; ReLU is counted in `add`
-    stack.moved.backward += 3 * last.written
-    stack.moved.kernels += 1
+    # The residual sum, in place; ReLU is counted in `add`.
+    stack.move(3 * last.written, 3 * last.written, kernels=1)
 
 
 def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
@@ -260,85 +257,65 @@ def _efficientnet(config: Mapping[str, Any], stack: _Stack, same: bool) -> int:
     squeeze = float(config.get("squeeze_expansion_ratio") or 0.25)
     square = tuple(config.get("depthwise_padding") or ())
     number = 0
-    for stage in _stages(config):
-        inputs, outputs, stride = width(stage["inputs"]), width(stage["outputs"]), stage["stride"]
-        for repeat in range(math.ceil(deeper * stage["repeats"])):
-            even = number in square  # padded by the same amount on both sides
+    stages = zip(*(config.get(name) or usual for name, usual in STAGES.items()), strict=True)
+    for before, after, stride, kernel, expand, repeats in (map(int, stage) for stage in stages):
+        inputs, outputs = width(before), width(after)
+        for repeat in range(math.ceil(deeper * repeats)):
             shortcut = stride == 1 and repeat > 0
             drops = shortcut and number > 0 and float(config.get("drop_connect_rate", 0.2)) > 0
-            extra = 0 if not even else 1
-            if same:
-                extra = stack.side % 2
-            _mobile(stack, inputs, outputs, stage, stride, squeeze, shortcut, drops, extra)
+            extra = stack.side % 2 if same else int(number in square)
+            narrow = max(1, int(inputs * squeeze))
+            sizes = (inputs, inputs * expand, narrow, outputs)
+            _mobile(stack, sizes, kernel, stride, shortcut, drops, extra)
             inputs, stride, number = outputs, 1, number + 1
     stack.kept.values += inputs * stack.side**2
     last = stack.add(inputs, top)
     stack.kept.values += 2 * last.written
-    stack.moved.forward += last.written
-    stack.moved.backward += last.written
+    stack.move(last.written, last.written)
     return top
-
-
-def _stages(config: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    keys = ("inputs", "outputs", "stride", "kernel", "expand", "repeats")
-    names = ["in_channels", "out_channels", "strides", "kernel_sizes", "expand_ratios"]
-    names.append("num_block_repeats")
-    usual = (
-        (32, 16, 24, 40, 80, 112, 192),
-        (16, 24, 40, 80, 112, 192, 320),
-        (1, 2, 2, 2, 1, 2, 1),
-        (3, 3, 5, 3, 5, 5, 3),
-        (1, 6, 6, 6, 6, 6, 6),
-        (1, 2, 2, 3, 3, 4, 1),
-    )
-    lists = [config.get(name) or default for name, default in zip(names, usual, strict=True)]
-    for values in zip(*lists, strict=True):
-        yield dict(zip(keys, map(int, values), strict=True))
 
 
 def _mobile(
     stack: _Stack,
-    inputs: int,
-    outputs: int,
-    stage: Mapping[str, int],
+    sizes: tuple[int, int, int, int],
+    kernel: int,
     stride: int,
-    squeeze: float,
     shortcut: bool,
     drops: bool,
     extra: int,
 ) -> None:
-    """Append a block: expansion, depthwise convolution, squeeze-and-excitation, projection."""
-    kept, moved, kernel = stack.kept, stack.moved, stage["kernel"]
-    inner = inputs * stage["expand"]
-    if stage["expand"] != 1:
+    """Append a block: expansion, depthwise convolution, squeeze-and-excitation, projection.
+
+    `sizes` are the channels of the input, inside, of the squeezed and of the output. `extra` pixels
+    are padded beside those of an odd side.
+    """
+    kept = stack.kept
+    inputs, inner, narrow, outputs = sizes
+    if inner != inputs:
         kept.values += inputs * stack.side**2
         kept.values += stack.add(inputs, inner).written  # SiLU's input
     padded = stack.side
     if stride == 2:  # a zero-padded copy
         padded += 2 * (kernel // 2) - 1 + extra
-        moved.forward += 2 * inner * padded**2
-        moved.backward += 2 * inner * padded**2
-        moved.kernels += 1
+        stack.move(2 * inner * padded**2, 2 * inner * padded**2, kernels=1)
     kept.values += inner * padded**2
     depthwise = stack.add(
         inner, inner, kernel, stride, side_in=padded if stride == 2 else None, groups=inner
     )
     kept.values += 2 * depthwise.written  # SiLU's input; its output, which the gate multiplies
-    side, narrow = stack.side, max(1, int(inputs * squeeze))
-    stack.side = 1
+    side, stack.side = stack.side, 1
     stack.add(inner, narrow, bias=True, norm=False)
     stack.add(narrow, inner, bias=True, norm=False)
     kept.values += 2 * narrow + 3 * inner
     stack.side = side
-    moved.forward += 3 * depthwise.written  # the mean reads; the gate reads and writes
-    moved.backward += 10 * depthwise.written  # gradients of both factors, of the mean, their sum
-    moved.kernels += 4
+    # Forward the mean reads, the gate reads and writes; backward there are the gradients of both
+    # factors and of the mean, and their sum.
+    stack.move(3 * depthwise.written, 10 * depthwise.written, kernels=4)
     kept.values += depthwise.written
     last = stack.add(inner, outputs, activation=False)
     if shortcut:
-        moved.forward += (3 + 3 * drops) * last.written
-        moved.backward += (3 + 3 * drops) * last.written
-        moved.kernels += 1 + drops
+        moved = (3 + 3 * drops) * last.written
+        stack.move(moved, moved, kernels=1 + drops)
         kept.masks += last.written if drops else 0
 
 

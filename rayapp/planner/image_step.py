@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 
+from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
-from rayapp.planner.image_memory import STATES, ImageLayout
+from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import Convolution
 from rayapp.planner.memory import FP32
 from rayapp.planner.times import (
@@ -52,6 +53,10 @@ SYNCHRONIZED_FORWARD, SYNCHRONIZED_BACKWARD = 44, 70
 NORM_KERNELS = 6
 # Bytes of gradients in one DDP bucket: PyTorch's default of 25 MiB. Compute does not hide the last.
 BUCKET_BYTES = 25 * 2**20
+# vCPU seconds to decode and augment a photograph of 500 x 375 pixels: a constant, and a part per
+# pixel of the model's input. One core of this project's machine took 2.1 ms at 224 pixels and
+# 6.6 ms at 600, with two operations of RandAugment (docs/plan.md); a vCPU counts as half a core.
+DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 
 
 def image_step_time(job: Workload[ImageLayout]) -> StepTime:
@@ -62,7 +67,7 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     """
     layout, machine = job.layout, job.machine
     gpu, count = machine.gpu, layout.micro_batch
-    rate = convolution_rate(gpu, layout.precision)
+    rate = _convolution_rate(gpu, layout.precision)
     bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
     passes = [_convolution_s(layer, layout, rate, gpu) for layer in layout.shape.layers]
     convolutions = count * (3 * sum(passes) - passes[0])  # pixels need no gradient
@@ -83,12 +88,8 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
     )
 
 
-def convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s that convolutions reach.
-
-    Raises:
-        ValueError: the GPU cannot compute so.
-    """
+def _convolution_rate(gpu: Gpu, precision: str) -> float:
+    """Return the FLOP/s that convolutions reach; raise ValueError if there are none."""
     peak = gpu.flops.get(precision)
     if peak is None:
         raise no_precision(gpu, precision)
@@ -100,7 +101,7 @@ def convolution_rate(gpu: Gpu, precision: str) -> float:
 def _convolution_s(layer: Convolution, layout: ImageLayout, rate: float, gpu: Gpu) -> float:
     """Return the seconds of one pass of a layer over one image; a backward counts as two passes."""
     moved = layout.element * (layer.read + layer.written) / gpu.memory_bytes_per_s
-    if layer.depthwise:
+    if layer.groups > 1:
         plain = gpu.flops["fp32"]
         assert plain is not None, gpu.name
         return max(2 * layer.macs / plain / DEPTHWISE[layout.element], moved / DEPTHWISE_TRAFFIC)
@@ -162,7 +163,18 @@ def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: fl
 
 def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
     """Return the seconds of the optimizer step and the update of the moving average."""
-    states = STATES[layout.optimizer]
-    times = 3 + 2 * states + (3 if layout.averaged else 0)  # fp32 reads and writes per parameter
-    moved = FP32 * times * layout.trainable / layout.shards
+    each = OPTIMIZERS[layout.optimizer].moved_bytes + (3 * FP32 if layout.averaged else 0)
+    moved = each * layout.trainable / layout.shards
     return moved / (TRAFFIC * gpu.memory_bytes_per_s)
+
+
+def feeding_problem(size: int, cpus: int, per_s: float) -> str | None:
+    """Return a warning if `cpus` may not decode and augment `per_s` images fast enough."""
+    each, least = per_s / cpus, 1 / (DECODE_S + DECODE_PIXEL_S * size**2)
+    if each <= least:
+        return None
+    return (
+        f"each of {cpus} CPUs must decode and augment {each:,.0f} images/s, and may not reach "
+        f"{least:,.0f}: the GPUs would wait. Store smaller images, or set a cluster.instance with "
+        "more CPUs"
+    )

@@ -1,36 +1,23 @@
-"""What the planner asks of a model that it has no formula for, and what it is told.
-
-    def read(config, *, seq_len, fp32, lora) -> Shape: ...     # rayapp.model.reading.read
-
-The caller gives the function (`ask(config, read=read)`), so that the planner imports no torch.
-"""
+"""What the planner is told of a model that it has no formula for: counts of passes on shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from rayapp.config.lora import Lora
-
-if TYPE_CHECKING:
-    from rayapp.planner.shape import Shape
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What running a model's blocks on shapes has counted. Bytes and FLOPs are for one token.
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What passes through a model's blocks count: bytes and FLOPs for one token of a row.
 
-    They are of all blocks together, of one row of so many tokens as the run has, in its precision.
+    They are of all blocks together, in the precision of the run.
     """
 
-    parameters: int
-    largest: int
-    """Parameters of the largest block."""
     flops: float
     """Forward FLOPs of matrix products and convolutions, without attention's scores."""
-    attention: tuple[tuple[float, int | None], ...]
-    """Forward FLOPs for each token that a token attends to, and the sliding window, if any."""
+    attention_flops: float
+    """Those of fused attention, with all pairs of tokens."""
+    kept_flops: float
+    """FLOPs whose results selective checkpointing keeps."""
     kept: float
     """Bytes for the backward pass, without checkpointing."""
     kept_selective: float
@@ -51,10 +38,21 @@ class Measured:
     """Bytes of the results of matrix products and attention."""
     products: float
     """The same with what the products take, weights left out: what compiled blocks keep."""
-    selective_share: float
-    """Share of `flops` that selective checkpointing does not repeat, 0-1."""
     traffic: float
     """Bytes that elementwise kernels read and write in the forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Counted):
+    """The counts for rows as long as the run's, and what the model's modules say."""
+
+    parameters: int
+    largest: int
+    """Parameters of the largest block."""
+    attention: tuple[tuple[float, int | None], ...]
+    """Forward FLOPs for each token that a token attends to, and the sliding window, if any."""
+    selective_share: float
+    """Share of all products' FLOPs that selective checkpointing does not repeat, 0-1."""
     kernels: int
     """Kernels of the forward pass."""
     adapted: bool
@@ -76,16 +74,3 @@ class Frozen:
     """Of embeddings."""
     head: bool = False
     """The output layer has no gradient."""
-
-
-class ReadModel(Protocol):
-    """Read the shape of a model that has no formula here from what transformers builds of it."""
-
-    def __call__(
-        self, config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None
-    ) -> Shape:
-        """Return the shape that a config.json describes.
-
-        Raises:
-            UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
-        """

@@ -1,6 +1,6 @@
 """Peak bytes on a GPU during a step, term by term.
 
-    peak = peak_memory(Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full"))
+    peak = Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full").peak()
     peak.terms["activations"], peak.total, peak.phase
 
 Memory is computed at eight moments of a step, and the largest is the peak: the start (the root and
@@ -10,17 +10,18 @@ start of the blocks' backward (recomputed activations
 and gradients on top), its end (gradients of all blocks exist), the backward of the root (embedding,
 head and final norm), and the optimizer's step. The bytes that a block keeps for its backward are
 counted operation by operation from transformers' modules and PyTorch's autograd.
-rayapp/train/trace.py runs the real step on fake tensors, and tests compare these formulas with it.
+Tests compare these formulas with the real step on fake tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import assert_never
+from dataclasses import dataclass, field
+from typing import NamedTuple, assert_never
 
-from rayapp.config.language import Checkpointing, Optimizer, Precision, Strategy
+from rayapp.config.language import Checkpointing, Precision, Strategy
+from rayapp.config.optimizers import OPTIMIZERS, OptimizerName
 from rayapp.hardware import GIB
-from rayapp.planner.flops import model_flops
+from rayapp.planner.flops import mean_context, model_flops
 from rayapp.planner.measured import Frozen
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
@@ -36,9 +37,7 @@ PROCESS_BYTES = 0.85 * GIB
 # Bytes that the caching allocator reserves beyond live tensors, as a fraction of activations,
 # logits and gathered parameters. Estimate; compared with published runs' GiB in docs/plan.md.
 FRAGMENTATION = 0.05
-# Bytes per value, with scales: 8-bit moments have one fp32 scale per 256 values (torchao), nf4 has
-# one per 64 (bitsandbytes).
-BYTES_8BIT = 1 + 4 / 256
+# Bytes per value: nf4 has an fp32 scale per 64 values (bitsandbytes).
 BYTES_NF4 = 0.5 + 4 / 64
 
 
@@ -54,7 +53,7 @@ class Layout:
     strategy: Strategy = "full_shard"
     checkpointing: Checkpointing = "none"
     precision: Precision = "bf16"
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     compiled: bool = False
     loss_chunk: int = 4096
     frozen: Frozen = field(default_factory=Frozen)
@@ -88,19 +87,30 @@ class Layout:
         """Tokens of a row."""
         return self.seq_len
 
+    @property
+    def context(self) -> float:
+        """Mean number of tokens that a token attends to, as if each row held one document.
+
+        Documents' lengths are unknown here; those of packed rows are shorter than the row.
+        """
+        return mean_context([self.seq_len])
+
     def peak(self) -> Peak:
-        """Return the moment of a step with the most memory."""
-        return peak_memory(self)
+        """Return the moment of a step with the most live bytes; `with_slack` adds the overhead.
+
+        Raises:
+            UnknownShape: a target of LoRA is no linear layer of the blocks.
+        """
+        return max(_moments(self), key=lambda moment: moment.total)
 
     def checkpoint_bytes(self) -> float:
-        """Return the bytes of one checkpoint, all ranks together."""
-        return checkpoint_bytes(self)
+        """Return the bytes of a checkpoint: trained parameters and moments, each stored once."""
+        return FP32 * self.trainable + _moment_bytes(self, saved=True)
 
-    def model_flops(self, context: float) -> float:
+    def model_flops(self) -> float:
         """Return the model FLOPs per training token."""
-        return model_flops(
-            self.shape, context, self.lora_rank, self.lora_targets, self.lora_experts
-        )
+        adapters = self.lora_rank, self.lora_targets, self.lora_experts
+        return model_flops(self.shape, self.context, *adapters)
 
     @property
     def element(self) -> int:
@@ -174,30 +184,21 @@ def kept_bytes(layout: Layout) -> float:
     block_input = e * shape.hidden
     if layout.activation_offload:
         return 0.0
-    if layout.checkpointing == "none":
-        return block_bytes(layout) + _adapter_bytes(layout)
-    if layout.checkpointing == "full":
-        return float(block_input)
-    if layout.checkpointing != "selective":
-        assert_never(layout.checkpointing)
-    if shape.measured:
-        return shape.measured.kept_selective / shape.layers
-    names = kept_linears(shape) if layout.kept is None else layout.kept
-    results = sum(
-        e * linear.outputs * linear.active for linear in shape.linears if linear.name in names
-    )
-    attention = e * shape.heads * shape.head_dim + FP32 * shape.heads
-    return float(block_input + results + attention)
-
-
-def peak_memory(layout: Layout) -> Peak:
-    """Return the moment of a step with the most live bytes; `with_slack` adds the overhead.
-
-    Raises:
-        UnknownShape: a target of LoRA is no linear layer of the blocks.
-    """
-    moments = _moments(layout)
-    return max(moments, key=lambda moment: moment.total)
+    match layout.checkpointing:
+        case "none":
+            return block_bytes(layout) + _adapter_bytes(layout)
+        case "full":
+            return float(block_input)
+        case "selective":
+            if shape.measured:
+                return shape.measured.kept_selective / shape.layers
+            names = kept_linears(shape) if layout.kept is None else layout.kept
+            kept = [linear for linear in shape.linears if linear.name in names]
+            results = sum(e * linear.outputs * linear.active for linear in kept)
+            attention = e * shape.heads * shape.head_dim + FP32 * shape.heads
+            return float(block_input + results + attention)
+        case _:
+            assert_never(layout.checkpointing)
 
 
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
@@ -220,35 +221,28 @@ def state_bytes(layout: Layout) -> dict[str, float]:
     return {
         "parameters": (frozen + FP32 * trainable) / shards,
         "gradients": FP32 * trainable / shards,
-        "optimizer": _optimizer_bytes(layout, trainable) / shards,
+        "optimizer": _moment_bytes(layout) / shards,
     }
 
 
-def checkpoint_bytes(layout: Layout) -> float:
-    """Return the bytes of a checkpoint: trained parameters and optimizer state, each stored once.
-
-    8-bit moments are saved as fp32 values, because any number of ranks can shard those.
-    """
-    trainable = float(layout.trainable)
-    wide = replace(layout, optimizer="adamw") if layout.optimizer == "adamw8bit" else layout
-    return FP32 * trainable + _optimizer_bytes(wide, trainable)
-
-
-def _optimizer_bytes(layout: Layout, trainable: float) -> float:
-    if layout.optimizer == "adamw":
-        return 2 * FP32 * trainable
-    if layout.optimizer == "adamw8bit":
-        wide = layout.shape.embedding_parameters if layout.lora_rank is None else 0
-        wide -= layout.frozen.tables
-        return 2 * BYTES_8BIT * (trainable - wide) + 2 * FP32 * wide
-    if layout.optimizer != "muon":
-        assert_never(layout.optimizer)
-    shape = layout.shape
-    matrices = shape.total(
-        lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
-    )
-    matrices -= layout.frozen.matrices
-    return FP32 * matrices + 2 * FP32 * (trainable - matrices)
+def _moment_bytes(layout: Layout, *, saved: bool = False) -> float:
+    """Return the bytes of the optimizer's moments, of all ranks: in memory, or `saved`."""
+    shape, trainable, adamw = layout.shape, float(layout.trainable), OPTIMIZERS["adamw"]
+    chosen = OPTIMIZERS[layout.optimizer]
+    match chosen.updates:
+        case "all":
+            updated = trainable
+        case "all but embeddings":
+            tables = shape.embedding_parameters if layout.lora_rank is None else 0
+            updated = trainable - tables + layout.frozen.tables
+        case "hidden matrices":
+            updated = -layout.frozen.matrices + shape.total(
+                lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
+            )
+        case _:
+            assert_never(chosen.updates)
+    each = chosen.saved_bytes if saved and chosen.saved_bytes else chosen.moment_bytes
+    return each * updated + adamw.moment_bytes * (trainable - updated)
 
 
 def _adapter_bytes(layout: Layout) -> float:
@@ -265,126 +259,78 @@ def _adapter_bytes(layout: Layout) -> float:
     return layout.element * layout.lora_rank * count
 
 
-@dataclass(frozen=True)
-class _Gathers:
-    """The bytes that one rank holds of gathered parameters, in the compute precision."""
+class _Gathers(NamedTuple):
+    """Bytes of gathered parameters, their buffers and gradients on one rank, by moment."""
 
-    block: float
-    """One block, with its adapters."""
-    buffer: float
-    """The result of an all-gather, which stays until the next one is copied out of its own."""
+    start: float
+    forward: float
+    last: float
+    """The last forward, and the loss."""
+    backward: float
     root: float
-    """Embedding, head and final norm, which stay for the whole micro-batch."""
-    blocks: float
-    """The blocks that stay after their forward pass: all or none."""
-    prefetched: float
-    """The next block, if blocks do not stay."""
 
 
 def _gathers(layout: Layout) -> _Gathers:
-    shape, e = layout.shape, layout.element
-    adapters = 0.0 if layout.lora_rank is None else float(layout.trainable)
+    shape, e, trains_all = layout.shape, layout.element, layout.lora_rank is None
+    adapters = 0.0 if trains_all else float(layout.trainable)
     block = e * (shape.block_parameters + adapters / shape.layers)
+    root = float(e * shape.root_parameters)  # embedding, head, final norm: the whole micro-batch
     stay = layout.strategy in ("shard_grad_op", "no_shard")
+    blocks = e * (shape.all_blocks_parameters + adapters) if stay else 0.0
+    prefetched = 0.0 if stay else block
+    # The result of an all-gather stays until the next one is copied out of its own.
+    buffer, root_buffer = (block, root) if layout.shards > 1 else (0.0, 0.0)
+    last = root + blocks + prefetched + buffer
+    backward = root + blocks + 2 * prefetched
+    if trains_all:  # the gradients of a block's weights, also in fp32, and of the head
+        head = 0 if layout.frozen.head else shape.embedding_parameters
+        backward += e * (shape.block_parameters + head) + FP32 * shape.block_parameters
     return _Gathers(
-        block=block,
-        buffer=block if layout.shards > 1 else 0.0,
-        root=float(e * shape.root_parameters),
-        blocks=e * (shape.all_blocks_parameters + adapters) if stay else 0.0,
-        prefetched=0.0 if stay else block,
+        start=root + block + root_buffer + buffer,
+        # In the forward of the last block but one, the next block is on its way too.
+        forward=last + (buffer if prefetched else 0.0),
+        last=last,
+        backward=backward,
+        # The gathered root is freed; its gradients and their fp32 copy exist.
+        root=(e + FP32) * float(shape.root_parameters) if trains_all else 0.0,
     )
 
 
 def _moments(layout: Layout) -> list[Peak]:
+    shape, e, tokens = layout.shape, layout.element, layout.tokens
     state = state_bytes(layout)
     state = dict.fromkeys(state, 0.0) if layout.cpu_offload else state
-    gradients = state.pop("gradients")
-    moments = {
-        **_forward_moments(layout, gradients if layout.accumulates else 0.0),
-        **_backward_moments(layout, gradients),
-        "optimizer": {"gradients": gradients},
-    }
-    none = dict.fromkeys(("gradients", "activations", "logits", "gathers"), 0.0)
-    return [Peak(name, {**state, **none, **terms}) for name, terms in moments.items()]
-
-
-def _kept_by_all(layout: Layout) -> float:
-    """Return the bytes that all blocks, and what lies between them, keep after the forward."""
-    measured = layout.shape.measured
-    outside = measured.kept_outside if measured else 0.0
-    return (kept_bytes(layout) * layout.shape.layers + outside) * layout.tokens
-
-
-def _forward_moments(layout: Layout, accumulated: float) -> dict[str, dict[str, float]]:
-    e, tokens, hidden = layout.element, layout.tokens, layout.shape.hidden
-    gathers, activations = _gathers(layout), _kept_by_all(layout)
-    root_buffer = gathers.root if layout.shards > 1 else 0.0
-    # In the forward of the last block but one, the next block is on its way too.
-    buffers = gathers.buffer + (gathers.buffer if gathers.prefetched else 0.0)
-    others = gathers.root + gathers.blocks + gathers.prefetched
-    # Final norm, hidden states and their gradient.
-    final_norm = tokens * (4 * e * hidden + (FP32 * hidden if e < FP32 else 0))
-    return {
-        "start": {
-            "gradients": accumulated,
-            "activations": tokens * e * hidden * 1.0,
-            "gathers": gathers.root + gathers.block + root_buffer + gathers.buffer,
-        },
-        "forward": {
-            "gradients": accumulated,
-            "activations": activations + (_forward_bytes(layout) - kept_bytes(layout)) * tokens,
-            "gathers": others + buffers,
-        },
-        "last forward": {
-            "gradients": accumulated,
-            "activations": activations + _forward_bytes(layout) * tokens,
-            "gathers": others + gathers.buffer,
-        },
-        "loss": {
-            "gradients": accumulated,
-            "activations": activations + final_norm,
-            "logits": _logit_bytes(layout),
-            "gathers": others + gathers.buffer,
-        },
-    }
-
-
-def _backward_moments(layout: Layout, gradients: float) -> dict[str, dict[str, float]]:
-    shape, e, tokens = layout.shape, layout.element, layout.tokens
-    trains_all = layout.lora_rank is None
-    gathered, activations = _gathers(layout), _kept_by_all(layout)
-    accumulated = gradients if layout.accumulates else 0.0
-    # Of a block's backward: recomputed activations, gradients of activations and of weights.
-    recomputed = 0.0
-    if layout.checkpointing != "none" or layout.activation_offload:
-        recomputed = (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
-    block = recomputed + _in_flight_bytes(layout)
-    gathers = gathered.root + gathered.blocks + 2 * gathered.prefetched
-    if trains_all:  # the gradients of a block's weights, also in fp32, and of the head
-        head = 0 if layout.frozen.head else shape.embedding_parameters
-        gathers += e * (shape.block_parameters + head)
-        gathers += FP32 * shape.block_parameters
-    share = 1.0
-    if trains_all and not layout.frozen.parameters:
+    gradients, gathers = state.pop("gradients"), _gathers(layout)
+    before = gradients if layout.accumulates else 0.0
+    share = 1.0  # of the gradients, those of blocks
+    if layout.lora_rank is None and not layout.frozen.parameters:
         share -= shape.root_parameters / shape.text_parameters
-    of_blocks = max(accumulated, gradients * share)
-    return {
-        "backward": {
-            "gradients": accumulated,
-            "activations": activations + block,
-            "gathers": gathers,
-        },
-        "end of backward": {
-            "gradients": of_blocks,
-            "activations": activations / shape.layers + block,
-            "gathers": gathers,
-        },
-        "root": {  # its gathered parameters are freed; gradients and their fp32 copy exist
-            "gradients": of_blocks,
-            "activations": tokens * e * shape.hidden * 1.0,
-            "gathers": (e + FP32) * shape.root_parameters if trains_all else 0.0,
-        },
+    of_blocks = max(before, gradients * share)
+    hidden = float(tokens * e * shape.hidden)
+    outside = shape.measured.kept_outside if shape.measured else 0.0
+    kept = (kept_bytes(layout) * shape.layers + outside) * tokens
+    forward = _forward_bytes(layout) * tokens
+    # Final norm, hidden states and their gradient.
+    final_norm = 4 * hidden + (tokens * FP32 * shape.hidden if e < FP32 else 0)
+    # Of a block's backward: recomputed activations, gradients of activations.
+    block = _in_flight_bytes(layout)
+    if layout.checkpointing != "none" or layout.activation_offload:
+        block += (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
+    moments = {  # gradients, activations, logits, gathers
+        "start": (before, hidden, 0.0, gathers.start),
+        "forward": (before, kept + forward - kept_bytes(layout) * tokens, 0.0, gathers.forward),
+        "last forward": (before, kept + forward, 0.0, gathers.last),
+        "loss": (before, kept + final_norm, _logit_bytes(layout), gathers.last),
+        "backward": (before, kept + block, 0.0, gathers.backward),
+        "end of backward": (of_blocks, kept / shape.layers + block, 0.0, gathers.backward),
+        "root": (of_blocks, hidden, 0.0, gathers.root),
+        "optimizer": (gradients, 0.0, 0.0, 0.0),
     }
+    names = ("gradients", "activations", "logits", "gathers")
+    return [
+        Peak(name, {**state, **dict(zip(names, terms, strict=True))})
+        for name, terms in moments.items()
+    ]
 
 
 def _largest_block_bytes(layout: Layout) -> float:

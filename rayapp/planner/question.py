@@ -10,34 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from rayapp import hardware
-from rayapp.config import Config, ConfigError, VisionConfig
+from rayapp.config import Config, ConfigError, Lora, RunConfig, VisionConfig
 from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.language import Precision
-from rayapp.hardware import Instance
-from rayapp.planner.flops import mean_context
-from rayapp.planner.image_memory import ImageLayout
-from rayapp.planner.machines import named_instance, per_worker, price_of, workers_of
-from rayapp.planner.measured import Frozen, ReadModel
+from rayapp.hardware import Instance, UnknownInstance
+from rayapp.planner.image_memory import ImageLayout, image_layout
+from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import (
-    adapter_at,
-    is_drawn,
-    is_preset,
-    read_config_json,
-    text_section,
-    vocabulary_of,
-    with_overrides,
-)
-from rayapp.presets import PRESETS, config_of
+from rayapp.planner.trained import config_values
 
 
 class UnknownModel(ConfigError):
-    """Neither a formula nor the caller's function gives the model's shape."""
+    """The only problem of a config: nothing here gives the model's shape."""
+
+
+class ReadModel(Protocol):
+    """Read the shape of a model that has no formula here from what transformers builds of it."""
+
+    def __call__(
+        self, config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None
+    ) -> Shape:
+        """Return the shape that a config.json describes.
+
+        Raises:
+            UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class Question:
     """A run with everything that the planner needs to know."""
 
     name: str
-    job: Workload[Any] | None
-    """The step's work; None if the config names no instance, or one without a GPU."""
     layout: Layout | ImageLayout
     instance: Instance | None
     nodes: int
@@ -64,8 +64,6 @@ class Question:
     """Committed checkpoints that are kept."""
     epoch_rows: int | None = None
     """Training images per epoch, if known."""
-    spare_cpus: int | None = None
-    """CPUs of all nodes beside one per worker: they read, decode and augment images."""
 
     @property
     def unit(self) -> Unit:
@@ -77,32 +75,43 @@ class Question:
         """Tokens or images per step, all workers together."""
         return self.rows_per_step * self.layout.row
 
-    def on(self, instance: Instance, nodes: int, **changes: Any) -> Question | None:
-        """Return the question for other machines, with one worker per GPU.
+    @property
+    def job(self) -> Workload[Any] | None:
+        """The step's work; None if the config names no instance, or one without a GPU."""
+        if self.instance is None or self.instance.gpu is None:
+            return None
+        machine = machine_of(self.instance, self.nodes, -(-self.workers // self.nodes))
+        count = per_worker(self.rows_per_step, self.layout.micro_batch, self.workers)
+        return Workload(self.layout, machine, count)
 
-        `changes` are fields of the layout. None if the micro-batch does not divide the step's rows.
+    @property
+    def spare_cpus(self) -> int:
+        """CPUs of all nodes beside one per worker, and two per node for the system, at least 1.
+
+        They read, decode and augment images.
         """
-        workers = nodes * instance.gpus
+        vcpus = 0 if self.instance is None else self.instance.vcpus
+        return max(1, self.nodes * max(1, vcpus - 2) - self.workers)
+
+    def having(self, **changes: Any) -> Question | None:
+        """Return the question with other fields of the layout.
+
+        None if the micro-batch does not divide the step's rows.
+        """
         layout = replace(self.layout, **changes)
         if self.rows_per_step % layout.micro_batch:
             return None
-        micro_batches = per_worker(self.rows_per_step, layout.micro_batch, workers)
-        shards = shards_of(layout.strategy, workers, instance.gpus)
-        layout = replace(layout, shards=shards, accumulates=micro_batches > 1)
-        assert self.job is not None
-        job = Workload(layout, machine_of(instance, nodes), self.job.context, micro_batches)
-        price = instance.usd_per_hour.get(self.region)
+        count = per_worker(self.rows_per_step, layout.micro_batch, self.workers)
+        return replace(self, layout=replace(layout, accumulates=count > 1))
+
+    def on(self, instance: Instance, nodes: int, **changes: Any) -> Question | None:
+        """Return the question for other machines, with one worker per GPU; see `having`."""
+        workers = nodes * instance.gpus
+        shards = shards_of(self.layout.strategy, workers, instance.gpus)
         same = self.instance is not None and instance.name == self.instance.name
-        return replace(
-            self,
-            job=job,
-            layout=layout,
-            instance=instance,
-            nodes=nodes,
-            workers=workers,
-            usd_per_hour=self.usd_per_hour if same else price,
-            spare_cpus=spare_cpus(instance, nodes, workers),
-        )
+        price = self.usd_per_hour if same else instance.usd_per_hour.get(self.region)
+        other = replace(self, instance=instance, nodes=nodes, workers=workers, usd_per_hour=price)
+        return other.having(shards=shards, **changes)
 
 
 def shards_of(strategy: str, workers: int, replica: int) -> int:
@@ -111,18 +120,14 @@ def shards_of(strategy: str, workers: int, replica: int) -> int:
     return whole.get(strategy, replica)
 
 
-def spare_cpus(instance: Instance, nodes: int, workers: int) -> int:
-    """Return the CPUs that are left over, with one per worker and two per node for the system."""
-    return max(1, nodes * max(1, instance.vcpus - 2) - workers)
-
-
 def ask(
-    config: Config,
+    config: Config | VisionConfig,
     *,
     region: str = hardware.DEFAULT_REGION,
     usd_per_hour: float | None = None,
     steps: int | None = None,
     model: Mapping[str, Any] | None = None,
+    images: int | None = None,
     capacity_gib: float | None = None,
     on_cpu: bool = False,
     read: ReadModel | None = None,
@@ -132,52 +137,56 @@ def ask(
 
     `model` is the model's config.json, overrides included, if the caller has it. If the config
     names no instance, `capacity_gib` is the memory of a worker and `on_cpu` says it has no GPU.
-    `read` reads a model that no formula is for, `count` counts what train.freeze names.
+    `read` reads a model that no formula is for, `count` counts what train.freeze names. `images` is
+    the number of training images of a classifier, by default `data.count`.
+
+    Replicated weights are planned for the most workers that the config allows, since a GPU's memory
+    does not depend on their number; sharded weights for the fewest.
 
     Raises:
-        ConfigError: with every problem; UnknownModel if the only one is that nothing knows the
-            model's shape.
+        ConfigError: with every problem; UnknownModel if the only one is that the model's shape is
+            not known.
     """
     problems: list[str] = []
-    values = _model_values(config, model, problems)
     instance = named_instance(config, problems)
-    workers, nodes = workers_of(config, instance)
+    workers, nodes = workers_of(config, instance, most=config.parallel.strategy == "ddp")
     shards = replica_shards(config, workers, nodes, problems)
-    precision = _precision(config.train.precision, instance)
-    shape = None if values is None else _shape(config, values, precision, read, problems)
-    if problems or shape is None:
-        raise (UnknownModel if values and len(problems) == 1 and not shape else ConfigError)(
-            problems
-        )
-    rows = config.rows_per_step
-    size = config.train.micro_batch or 1  # auto starts at one row
-    micro_batches = per_worker(rows, size, workers)
-    layout = _layout(config, shape, precision, shards, size, micro_batches)
+    precision = _precision(config, instance)
+    layout: Layout | ImageLayout | None
+    if isinstance(config, VisionConfig):
+        images = images or config.data.count
+        layout = image_layout(config, model, precision, problems)
+    else:
+        layout = _language_layout(config, model, precision, read, count, problems)
+    if problems or layout is None:
+        unknown = layout is None and len(problems) == 1
+        raise (UnknownModel if unknown else ConfigError)(problems)
     no_gpu = instance.gpu is None if instance is not None else on_cpu
-    layout = replace(layout, on_cpu=no_gpu)
-    if count is not None and values is not None and config.train.freeze:
-        layout = replace(layout, frozen=count(values, config.train.freeze))
-    job = None
-    if instance is not None and instance.gpu is not None:
-        used = -(-workers // nodes)
-        # Documents' lengths are unknown here; those of packed rows are shorter than the row.
-        context = mean_context([config.data.seq_len])
-        job = Workload(layout, machine_of(instance, nodes, used), context, micro_batches)
-    return Question(
+    question = Question(
         name=config.run.name,
-        job=job,
         layout=layout,
         instance=instance,
         nodes=nodes,
         workers=workers,
-        rows_per_step=rows,
-        steps=steps if steps is not None else config.train.max_steps,
+        rows_per_step=config.rows_per_step,
+        steps=steps if steps is not None else _steps_of(config, images),
         region=region,
         usd_per_hour=price_of(config, instance, region, usd_per_hour),
         mtbf_hours=config.cluster.mtbf_hours,
         keep=config.checkpoint.keep,
         capacity_gib=None if instance is not None else capacity_gib,
-    )
+        epoch_rows=images,
+    ).having(shards=shards, on_cpu=no_gpu)
+    assert question is not None, "the config refuses a micro-batch that divides no step"
+    return question
+
+
+def _steps_of(config: Config | VisionConfig, rows: int | None) -> int | None:
+    """Return train.max_steps, else the steps of all epochs; None if the rows are not known."""
+    train = config.train
+    if train.max_steps is not None or rows is None:
+        return train.max_steps
+    return -(-rows * (train.epochs or 1) // config.rows_per_step)
 
 
 def replica_shards(
@@ -202,19 +211,32 @@ def counts_of(plan: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(count) for name, count in counts.items() if count is not None}
 
 
-def _layout(
+def _language_layout(
     config: Config,
-    shape: Shape,
+    model: Mapping[str, Any] | None,
     precision: Precision,
-    shards: int,
-    micro_batch: int,
-    micro_batches: int,
-) -> Layout:
+    read: ReadModel | None,
+    count: Callable[[Mapping[str, Any], tuple[str, ...]], Frozen] | None,
+    problems: list[str],
+) -> Layout | None:
+    """Return the layout on one worker; None, with a new problem, if the shape is not known."""
     train, parallel, lora = config.train, config.parallel, config.model.lora
-    return Layout(
+    values = config_values(config, problems) if model is None else model
+    if values is None:
+        return None
+    try:
+        if read is None or has_formula(values):
+            shape = shape_of(values)
+        else:
+            fp32 = precision == "fp32"
+            shape = read(values, seq_len=config.data.seq_len, fp32=fp32, lora=lora)
+    except (UnknownShape, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        problems.append(f"model.path={config.model.path} is not known: {error}")
+        return None
+    layout = Layout(
         shape=shape,
-        shards=shards,
-        micro_batch=micro_batch,
+        shards=1,
+        micro_batch=train.micro_batch or 1,  # auto starts at one row
         seq_len=config.data.seq_len,
         strategy=parallel.strategy,
         checkpointing=parallel.activation_checkpointing,
@@ -231,63 +253,76 @@ def _layout(
         quantize=lora.quantize if lora else "none",
         cpu_offload=parallel.cpu_offload,
         activation_offload=parallel.activation_offload,
-        accumulates=micro_batches > 1,
     )
+    if count is not None and train.freeze:
+        return replace(layout, frozen=count(values, train.freeze))
+    return layout
 
 
-def _precision(wanted: Precision | Literal["auto"], instance: Instance | None) -> Precision:
-    if wanted != "auto":
-        return wanted
-    has_bf16 = instance is None or instance.gpu is None or instance.gpu.flops["bf16"] is not None
-    return "bf16" if has_bf16 else "fp32"
+def _precision(config: Config | VisionConfig, instance: Instance | None) -> Precision:
+    """Return train.precision; for auto what the GPU has. Images take fp32 on CPUs."""
+    if config.train.precision != "auto":
+        return config.train.precision
+    gpu = None if instance is None else instance.gpu
+    if gpu is None:
+        return "fp32" if isinstance(config, VisionConfig) else "bf16"
+    return "bf16" if gpu.flops["bf16"] is not None else "fp32"
 
 
-def _model_values(
-    config: Config, model: Mapping[str, Any] | None, problems: list[str]
-) -> Mapping[str, Any] | None:
-    """Return the model's config.json with the run's overrides; None if it is not at hand."""
-    if model is not None:
-        return model
-    values = _config_json(config, problems)
-    if values is None:
-        return None
-    values = with_overrides(values, config.model.overrides)
-    if is_drawn(config) or config.model.new_tokens:
-        own, drawn = text_section(values)["vocab_size"], is_drawn(config)
-        vocabulary = vocabulary_of(config, own, preset=drawn)
-        if vocabulary is None:
-            problems.append(
-                f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
-                "needs the tokenizer's size and never uses the network. Give a local folder "
-                "with tokenizer.json, or set model.overrides.vocab_size"
-            )
-            return None
-        values = with_overrides(values, {"vocab_size": vocabulary})
-    return values
+def named_instance(config: RunConfig, problems: list[str] | None = None) -> Instance | None:
+    """Return the instance that `cluster.instance` names, the first of a list; None for none.
+
+    An instance that is not in the table is appended to `problems` and gives None; without
+    `problems` it raises.
+
+    Raises:
+        ConfigError: one is not in the table.
+    """
+    found, unknown = list[Instance](), list[str]()
+    for choice in config.cluster.choices:
+        try:
+            found.append(hardware.instance(choice.instance))
+        except UnknownInstance as error:
+            unknown.append(str(error))
+    if unknown and problems is None:
+        raise ConfigError(unknown)
+    if problems is not None:
+        problems += unknown
+    return found[0] if found and not unknown else None
 
 
-def _shape(
-    config: Config,
-    values: Mapping[str, Any],
-    precision: str,
-    read: ReadModel | None,
-    problems: list[str],
-) -> Shape | None:
-    try:
-        if read is None or has_formula(values):
-            return shape_of(values)
-        fp32 = precision == "fp32"
-        return read(values, seq_len=config.data.seq_len, fp32=fp32, lora=config.model.lora)
-    except (UnknownShape, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        problems.append(f"model.path={config.model.path} is not known: {error}")
-        return None
+def nodes_of(instance: Instance | None, workers: int) -> int:
+    """Return how many nodes the workers need: one worker per GPU, or one node without GPUs."""
+    return 1 if instance is None or not instance.gpus else -(-workers // instance.gpus)
 
 
-def _config_json(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
-    adapter = adapter_at(config.model.path)
-    path = config.model.path if adapter is None else adapter["base_model_name_or_path"]
-    by_source = {preset.source: name for name, preset in PRESETS.items()}
-    name = by_source.get(path, path)
-    if is_preset(name):
-        return config_of(name)
-    return read_config_json(path, PRESETS, problems)
+def workers_of(config: RunConfig, instance: Instance | None, most: bool = False) -> tuple[int, int]:
+    """Return (workers, nodes) for the fewest workers that the config allows, or for the most."""
+    workers = config.cluster.max_workers if most else config.cluster.min_workers
+    return workers, nodes_of(instance, workers)
+
+
+def price_of(
+    config: RunConfig, instance: Instance | None, region: str, usd_per_hour: float | None = None
+) -> float | None:
+    """Return USD per hour of one instance: the argument, else the config, else the price list.
+
+    Of a list in the config its first choice counts. None if none of them has a price; the price
+    list has none of spot.
+    """
+    choice = config.cluster.choices[0] if config.cluster.choices else None
+    price = usd_per_hour or config.cluster.usd_per_hour
+    if price is None and choice is not None:
+        price = choice.usd_per_hour
+    if price is None and instance is not None and (choice is None or choice.market != "spot"):
+        price = instance.usd_per_hour.get(region)
+    return price
+
+
+def per_worker(rows: int, size: int, workers: int) -> int:
+    """Return how many micro-batches of `size` rows a worker runs per step, as Order deals them.
+
+    >>> per_worker(12, 2, 5)
+    2
+    """
+    return -(-rows // size // workers)

@@ -42,6 +42,11 @@ class Linear:
     """Blocks that have it; None: all."""
 
     @property
+    def macs(self) -> int:
+        """Multiply-adds of a token."""
+        return self.active * self.inputs * self.outputs
+
+    @property
     def parameters(self) -> int:
         """Parameters of all copies."""
         return self.copies * (self.inputs * self.outputs + (self.outputs if self.bias else 0))
@@ -223,92 +228,82 @@ def kept_linears(shape: Shape) -> tuple[str, ...]:
     )
 
 
-def _attention(config: Mapping[str, Any], bias: bool, out_bias: bool) -> tuple[Linear, ...]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head_dim = _head_dim(config)
-    keys = (config.get("num_key_value_heads") or heads) * head_dim
-    return (
-        Linear("q_proj", hidden, heads * head_dim, bias),
-        Linear("k_proj", hidden, keys, bias),
-        Linear("v_proj", hidden, keys, bias),
-        Linear("o_proj", heads * head_dim, hidden, out_bias),
-    )
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-
-
-def _shape(
+def _dense(
     config: Mapping[str, Any],
-    linears: tuple[Linear, ...],
-    block_norms: int,
+    *,
+    biases: tuple[bool, bool, bool] = (False, False, False),
+    head_norms: int = 0,
+    mlp: tuple[Linear, ...] | None = None,
     **more: Any,
 ) -> Shape:
-    heads = config["num_attention_heads"]
-    values: dict[str, object] = {
+    """Return a decoder with RMSNorm and a gated MLP, as Llama's.
+
+    `biases` are those of queries, keys and values, of attention's result, and of the MLP. Queries
+    and keys have `head_norms` norms over a head's dimensions.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    inner = config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    qkv, out, wide = biases
+    linears = (
+        Linear("q_proj", hidden, heads * head_dim, qkv),
+        Linear("k_proj", hidden, kv_heads * head_dim, qkv),
+        Linear("v_proj", hidden, kv_heads * head_dim, qkv),
+        Linear("o_proj", heads * head_dim, hidden, out),
+        *(
+            mlp
+            or (
+                Linear("gate_proj", hidden, inner, wide),
+                Linear("up_proj", hidden, inner, wide),
+                Linear("down_proj", inner, hidden, wide),
+            )
+        ),
+    )
+    values: dict[str, Any] = {
         "model_type": config["model_type"],
-        "hidden": config["hidden_size"],
+        "hidden": hidden,
         "layers": config["num_hidden_layers"],
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": _head_dim(config),
-        "intermediate": config["intermediate_size"],
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate": inner,
         "vocabulary": config["vocab_size"],
         "tied": bool(config.get("tie_word_embeddings", False)),
         "linears": linears,
         "gated": True,
         "fp32_norms": True,
         "rotary": 1.0,
-        "block_norm_parameters": block_norms,
-        "final_norm_parameters": config["hidden_size"],
+        "block_norm_parameters": 2 * hidden + head_norms * head_dim,
+        "final_norm_parameters": hidden,
     }
-    return Shape(**{**values, **more})
-
-
-def _mlp(config: Mapping[str, Any], bias: bool = False) -> tuple[Linear, ...]:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    return (
-        Linear("gate_proj", hidden, inner, bias),
-        Linear("up_proj", hidden, inner, bias),
-        Linear("down_proj", inner, hidden, bias),
-    )
+    return Shape(**values | more)
 
 
 def _llama(config: Mapping[str, Any]) -> Shape:
     bias = bool(config.get("attention_bias", False))
-    linears = _attention(config, bias, bias) + _mlp(config, bool(config.get("mlp_bias", False)))
-    return _shape(config, linears, 2 * config["hidden_size"])
-
-
-def _mistral(config: Mapping[str, Any]) -> Shape:
-    return _shape(
-        config, _attention(config, False, False) + _mlp(config), 2 * config["hidden_size"]
-    )
+    return _dense(config, biases=(bias, bias, bool(config.get("mlp_bias", False))))
 
 
 def _qwen2(config: Mapping[str, Any]) -> Shape:
-    return _shape(config, _attention(config, True, False) + _mlp(config), 2 * config["hidden_size"])
+    return _dense(config, biases=(True, False, False))
 
 
 def _qwen3(config: Mapping[str, Any]) -> Shape:
     bias = bool(config.get("attention_bias", False))
-    linears = _attention(config, bias, bias) + _mlp(config)
-    # q and k each have a norm over head_dim.
-    return _shape(config, linears, 2 * config["hidden_size"] + 2 * _head_dim(config))
+    return _dense(config, biases=(bias, bias, False), head_norms=2)
 
 
 def _mixtral(config: Mapping[str, Any]) -> Shape:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     experts, active = config["num_local_experts"], config["num_experts_per_tok"]
-    linears = (
-        *_attention(config, False, False),
+    mlp = (
         Linear("router", hidden, experts, module=False),
         # transformers 5 stores an expert's gate and up projections as one matrix.
         Linear("gate_up_proj", hidden, 2 * inner, copies=experts, active=active, module=False),
         Linear("down_proj", inner, hidden, copies=experts, active=active, module=False),
     )
-    return _shape(config, linears, 2 * hidden, experts=experts, active_experts=active)
+    return _dense(config, mlp=mlp, experts=experts, active_experts=active)
 
 
 def _gpt_neox(config: Mapping[str, Any]) -> Shape:
@@ -321,20 +316,20 @@ def _gpt_neox(config: Mapping[str, Any]) -> Shape:
         Linear("dense_4h_to_h", inner, hidden, True),
     )
     # LayerNorm has a weight and a bias, and computes without an fp32 copy.
-    return _shape(
+    return _dense(
         config,
-        linears,
-        4 * hidden,
+        linears=linears,
         gated=False,
         fp32_norms=False,
         rotary=config.get("rotary_pct", 0.25),
+        block_norm_parameters=4 * hidden,
         final_norm_parameters=2 * hidden,
     )
 
 
 _FAMILIES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "llama": _llama,
-    "mistral": _mistral,
+    "mistral": _dense,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "mixtral": _mixtral,

@@ -1,6 +1,6 @@
 """Seconds of a step: matrix products, attention, memory traffic, and exposed communication.
 
-    time = step_time(Workload(layout, machine, mean_context([4096]), micro_batches=4))
+    time = step_time(Workload(layout, machine, micro_batches=4))
     time.total_s, time.exposed_s
 
 The model follows the hardware and uses one set of constants (below and in times.py) for all
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
 from rayapp.planner.flops import Flops, backward_flops, forward_flops, recomputed_flops
 from rayapp.planner.memory import FP32, Layout, kept_bytes
@@ -48,6 +49,8 @@ ATTENTION_BACKWARD = 0.35
 KERNELS_EAGER, KERNELS_PLAIN, KERNELS_COMPILED = 60, 25, 15
 # Host memory bandwidth of one rank in bytes/s, for an optimizer on the CPU. Estimate.
 HOST_BYTES_PER_S = 20e9
+# Bytes that clipping reads and writes for a trainable parameter: the norm, then the scaling.
+CLIP_BYTES = 12
 # Seconds of FSDP's hooks per block and direction (forward, backward). Estimate.
 HOOKS_S = 2e-4
 
@@ -113,7 +116,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
     forward = forward_flops(
-        shape, job.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
+        shape, layout.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
     )
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     recomputed = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
@@ -217,16 +220,11 @@ def _kept_share(layout: Layout) -> float:
     """Return the share of a block's matrix FLOPs that selective checkpointing does not repeat."""
     if layout.shape.measured:
         return layout.shape.measured.selective_share
+    linears = layout.shape.linears
     names = kept_linears(layout.shape) if layout.kept is None else layout.kept
-    last = layout.shape.linears[-1].name  # never recomputed: no backward needs its result
-
-    work = {
-        linear.name: linear.active * linear.inputs * linear.outputs
-        for linear in layout.shape.linears
-    }
-    return sum(size for name, size in work.items() if name in names or name == last) / sum(
-        work.values()
-    )
+    # The result of the last one is never recomputed: no backward needs it.
+    kept = [each for each in linears if each.name in {*names, linears[-1].name}]
+    return sum(each.macs for each in kept) / sum(each.macs for each in linears)
 
 
 def _kernels(layout: Layout) -> int:
@@ -240,8 +238,7 @@ def _kernels(layout: Layout) -> int:
 
 def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
     """Return the seconds of gradient clipping and a fused step, bound by memory traffic."""
-    # Bytes read and written per trainable parameter. Estimates.
-    bytes_each = {"adamw": 40, "adamw8bit": 26, "muon": 60}[layout.optimizer]
+    bytes_each = CLIP_BYTES + OPTIMIZERS[layout.optimizer].moved_bytes
     shard = layout.trainable / layout.shards
     if layout.cpu_offload:
         return shard * bytes_each / HOST_BYTES_PER_S

@@ -71,8 +71,6 @@ class Workload(Generic[LayoutType]):
 
     layout: LayoutType
     machine: Machine
-    context: float = 0.0
-    """Mean number of tokens that a token attends to; 0 for images."""
     micro_batches: int = 1
     """Micro-batches that the busiest rank runs per step."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rayapp.config import Config, ConfigError, Lora
-from rayapp.presets import PRESETS
+from rayapp.presets import PRESETS, config_of
 from rayapp.storage.inputs import open_input, read_json
 
 BYTES_TOKENS = 259
@@ -94,6 +94,33 @@ def with_adapters_lora(config: Config) -> Config:
         why = " ".join(repr(error).split())
         raise ConfigError([f"model.path={path} is a damaged adapter: {why:.200}"]) from error
     return config.model_copy(update={"model": section})
+
+
+def config_values(config: Config, problems: list[str]) -> Mapping[str, Any] | None:
+    """Return the model's config.json with the run's overrides.
+
+    None, with a new problem, if it is not on this machine.
+    """
+    adapter = adapter_at(config.model.path)
+    path = config.model.path if adapter is None else adapter["base_model_name_or_path"]
+    by_source = {preset.source: name for name, preset in PRESETS.items()}
+    name = by_source.get(path, path)
+    values = config_of(name) if is_preset(name) else read_config_json(path, PRESETS, problems)
+    if values is None:
+        return None
+    values = with_overrides(values, config.model.overrides)
+    if is_drawn(config) or config.model.new_tokens:
+        own, drawn = text_section(values)["vocab_size"], is_drawn(config)
+        vocabulary = vocabulary_of(config, own, preset=drawn)
+        if vocabulary is None:
+            problems.append(
+                f"model.tokenizer={config.model.tokenizer} is not on this machine: a plan "
+                "needs the tokenizer's size and never uses the network. Give a local folder "
+                "with tokenizer.json, or set model.overrides.vocab_size"
+            )
+            return None
+        values = with_overrides(values, {"vocab_size": vocabulary})
+    return values
 
 
 def tokenizer_of(config: Config, own: int, preset: bool) -> str:

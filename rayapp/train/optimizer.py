@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from rayapp.config.language import Optimizer
-from rayapp.config.vision import ImageOptimizer
+from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName, OptimizerName, Updates
 from rayapp.model.new_tokens import NewRows
 
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
@@ -39,10 +38,9 @@ def lr_at(
 ) -> float:
     """Return the learning rate of a step (from 0); `floor` is the final share of the peak, 0-1.
 
-    The schedule is that of the steps from `first` on: the rate rises linearly over `warmup_steps`,
-    then follows its shape. `wsd` (warm-up, stable,
-    decay) stays at the peak and falls linearly over the last `decay` (0-1) of all steps, at least
-    one (Hu et al. 2024, arXiv 2404.06395).
+    The schedule begins at the step `first`: the rate rises linearly over `warmup_steps`, then
+    follows its shape. `wsd` (warm-up, stable, decay) stays at the peak and falls linearly over the
+    last `decay` (0-1) of all steps, at least one (Hu et al. 2024, arXiv 2404.06395).
 
     >>> lr_at(0, peak=1.0, schedule="cosine", num_steps=10, warmup_steps=4)
     0.25
@@ -69,11 +67,7 @@ def lr_at(
     if schedule == "wsd":
         start = max(warmup_steps, num_steps - max(1, round(decay * num_steps)))
     done = min(1.0, max(0, step - start) / max(1, num_steps - start))
-    shape = {
-        "cosine": (1 + math.cos(math.pi * done)) / 2,
-        "linear": 1 - done,
-        "wsd": 1 - done,
-    }[schedule]
+    shape = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
     return peak * (floor + (1 - floor) * shape)
 
 
@@ -147,78 +141,75 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def make_image_optimizer(
-    kind: ImageOptimizer,
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    betas: tuple[float, float],
-) -> torch.optim.Optimizer:
-    """Return the optimizer of an image classifier; call it after sharding."""
-    groups = decay_groups(model, weight_decay)
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    if kind == "lars":
-        return Lars(groups, lr=lr, momentum=momentum)
-    if kind != "adamw":
-        assert_never(kind)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
-
 def make_optimizers(
-    kind: Optimizer,
+    kind: OptimizerName | ImageOptimizerName,
     model: nn.Module,
     *,
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
+    momentum: float = 0.0,
     factors: Mapping[int, float] | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all trainable parameters; call it after sharding.
 
-    adamw is PyTorch's fused AdamW. adamw8bit keeps both moments of the larger parameters in 8 bits,
-    in blocks of 256 (torchao), except of embeddings: there a block holds tokens that are in the
-    batch beside ones that are not, whose second moment would round to 0. muon orthogonalizes the
-    momentum of the hidden layers' matrices and scales it to the size of AdamW's updates, so that
-    both use one learning rate (Liu et al. 2025, arXiv 2502.16982); AdamW updates all other
-    parameters, with embeddings and output layer. `factors` multiply the rate, by a parameter's id.
+    `momentum` is for sgd and lars, `betas` for the others; `factors` multiply the rate, by a
+    parameter's id. AdamW updates what the chosen optimizer does not (see OPTIMIZERS).
     """
-    groups = decay_groups(model, weight_decay, factors)
-    if kind == "adamw":
-        return [torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)]
-    make: Callable[..., torch.optim.Optimizer]
-    if kind == "adamw8bit":
-        from torch._functorch import config as functorch_config
-        from torchao.optim import AdamW8bit
+    own, rest = _split(decay_groups(model, weight_decay, factors), model, OPTIMIZERS[kind].updates)
+    made = [_maker(kind, betas, momentum)(own, lr=lr)] if own else []
+    return made + ([_maker("adamw", betas, momentum)(rest, lr=lr)] if rest else [])
 
-        # torchao compiles its step. The compile cache on disk confuses 8-bit tensors of different
-        # sizes (they have no stable hash), and the shards of two ranks may differ in size.
-        functorch_config.enable_autograd_cache = False
-        own, rest = _split(groups, embedding_tables(model))
-        make = partial(AdamW8bit, betas=betas)
-    elif kind == "muon":
-        rest, own = _split(groups, hidden_matrices(model))
-        make = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
-    else:
-        assert_never(kind)
-    optimizers = [make(own, lr=lr)] if own else []
-    if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True))
-    return optimizers
+
+def _maker(
+    kind: OptimizerName | ImageOptimizerName, betas: tuple[float, float], momentum: float
+) -> Callable[..., torch.optim.Optimizer]:
+    match kind:
+        case "adamw":
+            return partial(torch.optim.AdamW, betas=betas, fused=True)
+        case "adamw8bit":  # moments in blocks of 256
+            from torch._functorch import config as functorch_config
+            from torchao.optim import AdamW8bit
+
+            # torchao compiles its step. The compile cache on disk confuses 8-bit tensors of
+            # different sizes (they have no stable hash), and the shards of two ranks may differ.
+            functorch_config.enable_autograd_cache = False
+            return partial(AdamW8bit, betas=betas)
+        case "muon":
+            # Its updates have the size of AdamW's, so that both use one learning rate (Liu et al.
+            # 2025, arXiv 2502.16982).
+            return partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+        case "sgd":
+            return partial(torch.optim.SGD, momentum=momentum, nesterov=momentum > 0)
+        case "lars":
+            return partial(Lars, momentum=momentum)
+        case _:
+            assert_never(kind)
 
 
 def _split(
-    groups: list[dict[str, Any]], chosen: list[nn.Parameter]
+    groups: list[dict[str, Any]], model: nn.Module, updates: Updates
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups without the chosen parameters, and with these alone."""
-    ids = {id(parameter) for parameter in chosen}
-    without, alone = (
+    """Return the groups of the parameters that an optimizer updates itself, and of the others.
+
+    8-bit moments leave out embeddings: a block of 256 values holds tokens that are in the batch
+    beside ones that are not, whose second moment would round to 0.
+    """
+    match updates:
+        case "all":
+            return groups, []
+        case "all but embeddings":
+            tables = {id(parameter) for parameter in embedding_tables(model)}
+            ids = {id(parameter) for parameter in model.parameters()} - tables
+        case "hidden matrices":
+            ids = {id(parameter) for parameter in hidden_matrices(model)}
+        case _:
+            assert_never(updates)
+    alone, without = (
         [g | {"params": [p for p in g["params"] if (id(p) in ids) == taken]} for g in groups]
-        for taken in (False, True)
+        for taken in (True, False)
     )
-    return [g for g in without if g["params"]], [g for g in alone if g["params"]]
+    return [g for g in alone if g["params"]], [g for g in without if g["params"]]
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:

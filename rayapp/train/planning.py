@@ -33,6 +33,21 @@ def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
     return planner.plan(config, **more)
 
 
+def forecast(config: Config | VisionConfig, shape: Any, **known: Any) -> planner.Answer | None:
+    """Plan a run from the shape of its model (a transformers config).
+
+    `known` says what the config does not: steps, images, or the machine (see `planner.ask`).
+    Returns None if the planner has no formula for the architecture and it cannot be read.
+
+    Raises:
+        ConfigError: the instance is unknown, or cannot compute in this precision.
+    """
+    try:
+        return plan(config, model=shape.to_dict(), **known)
+    except planner.UnknownModel:
+        return None
+
+
 def _gguf_values(config: Config) -> Mapping[str, Any] | None:
     """Return the config.json of a local GGUF file that model.path names; None if it names none."""
     path = Path(config.model.path).expanduser()
@@ -47,7 +62,7 @@ def _gguf_values(config: Config) -> Mapping[str, Any] | None:
 
 
 def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | None) -> Shape:
-    """Return the shape of a model by running its blocks on shapes (see `train.reading.read`).
+    """Return the shape of a model by running its blocks on shapes (see `train.model_reading.read`).
 
     It takes seconds, so the last ones are kept: a run asks several times before it starts.
 
@@ -58,13 +73,13 @@ def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | No
 
 
 def _frozen(config: Mapping[str, Any], patterns: tuple[str, ...]) -> Frozen:
-    from rayapp.train import reading
+    from rayapp.train import model_reading
 
-    return reading.count(config, patterns)
+    return model_reading.count(config, patterns)
 
 
 @lru_cache(maxsize=8)
 def _read(config: str, seq_len: int, fp32: bool, lora: Lora | None) -> Shape:
-    from rayapp.train import reading
+    from rayapp.train import model_reading
 
-    return reading.read(json.loads(config), seq_len=seq_len, fp32=fp32, lora=lora)
+    return model_reading.read(json.loads(config), seq_len=seq_len, fp32=fp32, lora=lora)

@@ -3,7 +3,7 @@
     spec = RunSpec("rayapp.finetune", config, prepared, order, run_url)
     trainer = spec.build(device)
 
-The spec names the package of its kind of run and imports that package's modules when they are
+The spec names the package of its kind of run and imports what reads rows and trains when it is
 needed, so that Ray's controller, which unpickles a spec too, does not import torch.
 """
 
@@ -54,6 +54,10 @@ class Beside(Protocol):
         """Let it end soon."""
 
 
+TRAINERS = {
+    "rayapp.finetune": "rayapp.finetune.trainer",
+    "rayapp.vision": "rayapp.vision.classifier_trainer",
+}
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
 DataType = TypeVar("DataType", bound=TrainingData)
 
@@ -63,7 +67,7 @@ class RunSpec(Generic[ConfigType, DataType]):
     """All that a rank needs to know."""
 
     kind: str
-    """The package with the `rows` and `trainer` modules of this kind of run."""
+    """The package of this kind of run, a key of TRAINERS."""
     config: ConfigType
     data: DataType
     order: Order
@@ -78,17 +82,30 @@ class RunSpec(Generic[ConfigType, DataType]):
 
     def stream(self, first_step: int, world: int) -> Stream:
         """Return the rows from `first_step` on, for `world` workers: blocks dealt out in turn."""
-        stream: Stream = self._module("rows").stream(self, first_step, world)
-        return stream
+        data: Any = self.data
+        section: Any = self.config.data  # each kind has its own
+        if isinstance(data, Images):
+            from rayapp.data.images import batches
+
+            return batches.stream(data, section, self.order, first_step, world)
+        from rayapp.data import stream
+
+        return stream.stream(data, self.order, first_step, world, section.workers)
 
     def steps(self, shard: Shard, world: int) -> Iterator[Any]:
         """Yield a rank's batch of each step from its part of the stream."""
-        steps: Iterator[Any] = self._module("rows").steps(self, shard, world)
-        return steps
+        order, count = self.order, self.order.num_micro_batches(world)
+        if isinstance(self.data, Images):
+            from rayapp.data.images import batches
+
+            return batches.steps(shard, order.micro_batch, count)
+        from rayapp.data import stream
+
+        return stream.steps(shard, order.micro_batch, count, order.source_ends)
 
     def build(self, device: torch.device) -> Trainer:
         """Build the Trainer of one rank: its model and optimizers."""
-        trainer: Trainer = self._module("trainer").build(self, device)
+        trainer: Trainer = importlib.import_module(TRAINERS[self.kind]).build(self, device)
         return trainer
 
     def first_step(self) -> int:
@@ -111,9 +128,6 @@ class RunSpec(Generic[ConfigType, DataType]):
             f"train.micro_batch={size}: {rows} rows / {size} = {rows // size} micro-batches / "
             f"{workers} workers = {self.order.num_micro_batches(workers)} each"
         )
-
-    def _module(self, name: str) -> Any:
-        return importlib.import_module(f"{self.kind}.{name}")
 
 
 AnySpec = RunSpec[Any, Any]

@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from rayapp import hardware
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import HeldOut, Outcome
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.engine import Engine
+from rayapp.train.loss_spikes import Spikes
+from rayapp.train.optimizer import lr_at
 
 
 class Trainer(ABC):
     """The model and optimizers of one rank, with the methods that differ by kind of training."""
 
+    spec: Any
+    """The RunSpec."""
+    device: torch.device
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
+
+    def common_engine(self, control: Any, **own: Any) -> Engine:
+        """Return an engine with the settings that all kinds of training share, and `own` fields."""
+        train, order = self.spec.config.train, self.spec.order
+        schedule = partial(
+            lr_at,
+            peak=train.lr,
+            schedule=train.schedule,
+            num_steps=order.num_steps,
+            warmup_steps=train.warmup_steps,
+            floor=train.min_lr,
+            decay=train.decay,
+            first=train.schedule_from,
+        )
+        return Engine(
+            model=self.model,
+            optimizers=self.optimizers,
+            lr_at=schedule,
+            device=self.device,
+            grad_clip=train.grad_clip,
+            control=control,
+            rows_per_step=order.rows_per_step,
+            spikes=None if train.on_spike == "none" else Spikes(train.spike_sigmas),
+            skip_bad=train.on_spike == "skip",
+            **own,
+        )
 
     @abstractmethod
     def engine(self, control: Any) -> Engine:
@@ -52,3 +86,12 @@ class Trainer(ABC):
     @abstractmethod
     def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
         """Evaluate and export the model, and say so in `phases`."""
+
+
+def peak_flops(precision: str, device: torch.device) -> float | None:
+    """Return the peak FLOP/s of all workers' GPUs; None on CPUs and where no peak is known."""
+    if device.type != "cuda":
+        return None
+    gpu = hardware.gpu_from_device_name(torch.cuda.get_device_name(device))
+    peak = None if gpu is None else gpu.flops[precision]
+    return None if peak is None else peak * dist.get_world_size()

@@ -9,7 +9,7 @@ torch and Ray are imported.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.vision.run import RunFailed, train_classifier
+    from rayapp.vision.classifier_run import RunFailed, train_classifier
 
 __all__ = ["RunFailed", "train_classifier"]
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
         from rayapp.driver.ray_session import tell_ray
 
         tell_ray()
-        from rayapp.vision import run
+        from rayapp.vision import classifier_run
 
-        return getattr(run, name)
+        return getattr(classifier_run, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

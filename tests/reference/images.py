@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 
 from rayapp.config import VisionConfig, load
-from rayapp.data.images import local_steps
+from rayapp.data.images.batches import local_steps
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
-from rayapp.vision.prepare import order_of
-from rayapp.vision.rows import transform_of
+from rayapp.vision.classifier_run import order_of
 from reference import plain
 
 BASE: dict[str, Any] = {
@@ -53,7 +52,7 @@ def run(root: Path, world: int, fields: dict[str, Any]) -> ImageSpec:
 
 
 def _train(rank: int, world: int, spec: ImageSpec) -> None:
-    rows, look = spec.data.rows("train"), transform_of(spec.config)
+    rows, look = spec.data.rows("train"), spec.config.data
     context = RankContext(
         torch.device("cpu"), lambda first: local_steps(rows, look, spec.order, rank, world, first)
     )

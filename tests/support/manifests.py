@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from rayapp.cluster.check import SECRET
+from task_definitions import SECRET
 
 RULED_RESOURCES = ("nvidia.com/gpu", "vpc.amazonaws.com/efa", "hugepages-2Mi")  # limit == request
 RAYJOB = re.compile(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?")  # utils/validation.go of KubeRay 1.7.0

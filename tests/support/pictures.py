@@ -10,16 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayapp.data.images import ImageRecipe, Images, find, prepare, shapes
-from rayapp.data.images.index import EVAL_ROOT, TRAIN_ROOT, VERSION
-from rayapp.data.images.indexing import index_unit
-from rayapp.data.images.sources import units
+from rayapp.data.images import drawn_shapes
+from rayapp.data.images.image_sources import find
+from rayapp.data.images.index import VERSION, ImageRecipe, Images
+from rayapp.data.images.indexing import prepare, tasks_of
 from rayapp.storage import Storage, open_storage
 
 
 def drawn(classes: int, each: int) -> list[tuple[str, bytes]]:
     """Return (class/file, bytes) of some of the set that rayapp draws itself."""
-    return [shapes.one(name, n) for name in shapes.CLASSES[:classes] for n in range(each)]
+    return [
+        drawn_shapes.one(name, n) for name in drawn_shapes.CLASSES[:classes] for n in range(each)
+    ]
 
 
 def as_folder(root: Path, images: list[tuple[str, bytes]]) -> Path:
@@ -63,9 +65,6 @@ def indexed(path: Path | str, root: Storage, eval_fraction: float = 0.0, **more:
     held_out = more.get("eval_path")
     held = find(str(held_out)) if held_out else None
     recipe = ImageRecipe(find(str(path)), held, eval_fraction, more.get("version", VERSION))
-    storage = root / recipe.fingerprint
-    jobs = [(TRAIN_ROOT, unit) for unit in units(recipe.source)]
-    jobs += [(EVAL_ROOT, unit) for unit in units(held)] if held else []
-    for number, job in enumerate(jobs):
-        index_unit(recipe, storage.url, number, job)
+    for task in tasks_of(recipe):
+        task.run(recipe, root.url, recipe.fingerprint)
     return prepare(recipe, open_storage(root.url))

@@ -16,11 +16,15 @@ import torch.multiprocessing as mp
 
 # What takes a process ten seconds to import is imported once, by the server that it is forked from.
 PRELOADED = ["pytest", "hypothesis.strategies", "transformers.models.auto", "peft"]
-PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.trainer", "rayapp.vision.trainer"]
+PRELOADED += [
+    "torch.distributed.fsdp",
+    "rayapp.finetune.trainer",
+    "rayapp.vision.classifier_trainer",
+]
 PRELOADED += [
     "rayapp.train.checkpoint.saver",
     "rayapp.finetune.prepared_run",
-    "rayapp.vision.check",
+    "rayapp.vision.classifier_run",
 ]
 PRELOADED += ["frozen_heap"]  # the last
 

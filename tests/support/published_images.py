@@ -17,7 +17,7 @@ from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import image_shape_of
 from rayapp.planner.image_step import image_step_time
 from rayapp.planner.times import Machine, Workload
-from rayapp.presets.images import IMAGE_PRESETS
+from rayapp.presets import IMAGE_PRESETS
 
 DOC = Path(__file__).parents[2] / "docs" / "plan.md"
 BEGIN, END = "<!-- published images -->", "<!-- end of images -->"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rayapp.hardware import GPUS, Gpu
-from rayapp.planner.flops import mean_context
-from rayapp.planner.memory import FRAGMENTATION, Layout, peak_memory
+from rayapp.planner.memory import FRAGMENTATION, Layout
 from rayapp.planner.shape import Linear, Shape, shape_of
 from rayapp.planner.step import step_time
 from rayapp.planner.times import Machine, Workload
@@ -53,7 +52,7 @@ class Run:
     @property
     def predicted_gib(self) -> float:
         """What the allocator reserves: what is alive and its fragments."""
-        terms = peak_memory(self.job.layout).terms
+        terms = self.job.layout.peak().terms
         moving = sum(terms[name] for name in ("activations", "logits", "gathers"))
         return (sum(terms.values()) + FRAGMENTATION * moving) / 2**30
 
@@ -140,9 +139,7 @@ def foundry() -> list[Run]:
                 accumulates=count > 1,
                 plain_loss=True,
             )
-            job = Workload(
-                layout, machine(GPUS[name], gpus, gigabits), mean_context([seq_len]), count
-            )
+            job = Workload(layout, machine(GPUS[name], gpus, gigabits), count)
             how = "full" if full else "no"
             what = f"MPT {size}, {seq_len} x {rows}, {how} checkpointing, {gpus} x {name}"
             listed = (size, seq_len, gpus, name) in FOUNDRY_LISTED
@@ -193,7 +190,7 @@ def titan(
         kept=EVERY_SECOND,
     )
     gigabits = 1600 if gpu.name.startswith("A100") else 3200
-    job = Workload(layout, machine(gpu, gpus, gigabits), mean_context([seq_len]))
+    job = Workload(layout, machine(gpu, gpus, gigabits))
     how = f"{precision}{', compiled' if compiled else ''}, {checkpointing} checkpointing"
     what = f"{model}, {seq_len} x {rows}, {how}, {gpus} x {gpu.name}"
     return Run("torchtitan", what, job, rate, listed, peak_gib, excluded)
@@ -257,7 +254,7 @@ def automodel() -> list[Run]:
             lora_rank=16,
             accumulates=True,
         )
-        job = Workload(layout, machine(GPUS["H100"], 1, 3200), mean_context([4096]), 16)
+        job = Workload(layout, machine(GPUS["H100"], 1, 3200), 16)
         what = f"{name} LoRA 16, 4096 x 2, 1 x H100"
         runs.append(Run("AutoModel", what, job, rate, listed=True))
     return runs

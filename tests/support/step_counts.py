@@ -37,40 +37,12 @@ COLLECTIVES = {
     "allreduce_": "all-reduce",
 }
 # Operations that start no kernel on a device.
-FREE = set(
-    [
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "slice",
-        "select",
-        "as_strided",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "detach",
-        "alias",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "reshape",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "lift_fresh",
-        "_local_scalar_dense",
-        "chunk",
-        "narrow",
-        "resize_",
-        "set_",
-        "unflatten",
-        "view_as",
-        "record_stream",
-    ]
-)
+FREE = {
+    *("view", "_unsafe_view", "t", "transpose", "permute", "slice", "select", "as_strided"),
+    *("expand", "unsqueeze", "squeeze", "detach", "alias", "split", "split_with_sizes", "unbind"),
+    *("reshape", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "chunk"),
+    *("_local_scalar_dense", "narrow", "resize_", "set_", "unflatten", "view_as", "record_stream"),
+}
 READS = ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu", "nonzero")
 
 

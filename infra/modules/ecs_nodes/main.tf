@@ -2,12 +2,12 @@
 resource "aws_launch_template" "this" {
   name_prefix            = "${var.name}-"
   image_id               = var.image_id
-  instance_type          = var.instance_type
+  instance_type          = var.machine.instance_type
   update_default_version = true
   user_data = base64encode(templatefile("${path.module}/user_data.sh", {
     cluster         = var.cluster
-    gpus            = var.gpus
-    efa             = anytrue([for kind in var.interfaces : startswith(kind, "efa")])
+    gpus            = var.machine.gpus
+    efa             = anytrue([for kind in var.machine.interfaces : startswith(kind, "efa")])
     agent_parameter = var.agent_parameter
   }))
 
@@ -24,10 +24,10 @@ resource "aws_launch_template" "this" {
   block_device_mappings {
     device_name = "/dev/xvda"
     ebs {
-      volume_size           = var.disk_gib
+      volume_size           = var.machine.disk_gib
       volume_type           = "gp3"
-      throughput            = var.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
-      iops                  = var.gpus > 0 ? 6000 : null
+      throughput            = var.machine.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
+      iops                  = var.machine.gpus > 0 ? 6000 : null
       encrypted             = true
       delete_on_termination = true
     }
@@ -36,7 +36,7 @@ resource "aws_launch_template" "this" {
   # As the instance type has them: card 0 carries IP traffic, beside EFA where it can; the others only EFA,
   # which spares an address each.
   dynamic "network_interfaces" {
-    for_each = var.interfaces
+    for_each = var.machine.interfaces
     content {
       device_index                = network_interfaces.key == 0 ? 0 : 1
       network_card_index          = network_interfaces.key
@@ -48,7 +48,7 @@ resource "aws_launch_template" "this" {
   }
 
   dynamic "capacity_reservation_specification" {
-    for_each = var.reservation_id == null ? [] : [var.reservation_id]
+    for_each = var.machine.reservation_id == null ? [] : [var.machine.reservation_id]
     content {
       capacity_reservation_target {
         capacity_reservation_id = capacity_reservation_specification.value
@@ -57,7 +57,7 @@ resource "aws_launch_template" "this" {
   }
 
   dynamic "instance_market_options" {
-    for_each = var.market == "on-demand" ? [] : [var.market]
+    for_each = var.machine.market == "on-demand" ? [] : [var.machine.market]
     content {
       market_type = instance_market_options.value
     }
@@ -73,7 +73,7 @@ resource "aws_autoscaling_group" "this" {
   #checkov:skip=CKV_AWS_153:tags are set below, one by one, as the resource wants them
   name                      = var.name
   min_size                  = 0
-  max_size                  = var.max_nodes
+  max_size                  = var.machine.max_nodes
   vpc_zone_identifier       = [var.subnet_id]
   placement_group           = var.placement_group
   protect_from_scale_in     = true # ECS decides which host goes: one without tasks
@@ -110,7 +110,7 @@ resource "aws_ecs_capacity_provider" "this" {
       status                    = "ENABLED"
       target_capacity           = 100 # no spare hosts, and none at all without tasks
       minimum_scaling_step_size = 1
-      maximum_scaling_step_size = max(1, var.max_nodes)
+      maximum_scaling_step_size = max(1, var.machine.max_nodes)
       instance_warmup_period    = 120
     }
   }

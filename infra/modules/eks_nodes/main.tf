@@ -3,9 +3,9 @@ resource "aws_launch_template" "this" {
   name_prefix            = "${var.name}-"
   update_default_version = true
   # A capacity block's type stands in the template; otherwise the node group says it.
-  instance_type = var.market == "capacity-block" ? var.instance_type : null
+  instance_type = var.machine.market == "capacity-block" ? var.machine.instance_type : null
   user_data = base64encode(templatefile("${path.module}/user_data.mime", {
-    gpus            = var.gpus
+    gpus            = var.machine.gpus
     agent_parameter = var.agent_parameter
   }))
 
@@ -18,10 +18,10 @@ resource "aws_launch_template" "this" {
   block_device_mappings {
     device_name = "/dev/xvda"
     ebs {
-      volume_size           = var.disk_gib
+      volume_size           = var.machine.disk_gib
       volume_type           = "gp3"
-      throughput            = var.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
-      iops                  = var.gpus > 0 ? 6000 : null
+      throughput            = var.machine.gpus > 0 ? 1000 : null # MB/s: an image of 20 GB, Ray's spilled objects
+      iops                  = var.machine.gpus > 0 ? 6000 : null
       encrypted             = true
       delete_on_termination = true
     }
@@ -36,7 +36,7 @@ resource "aws_launch_template" "this" {
 
   # As the instance type has them: card 0 carries IP traffic, beside EFA where it can; the others only EFA.
   dynamic "network_interfaces" {
-    for_each = var.interfaces
+    for_each = var.machine.interfaces
     content {
       device_index          = network_interfaces.key == 0 ? 0 : 1
       network_card_index    = network_interfaces.key
@@ -47,7 +47,7 @@ resource "aws_launch_template" "this" {
   }
 
   dynamic "capacity_reservation_specification" {
-    for_each = var.reservation_id == null ? [] : [var.reservation_id]
+    for_each = var.machine.reservation_id == null ? [] : [var.machine.reservation_id]
     content {
       capacity_reservation_target {
         capacity_reservation_id = capacity_reservation_specification.value
@@ -56,7 +56,7 @@ resource "aws_launch_template" "this" {
   }
 
   dynamic "instance_market_options" {
-    for_each = var.market == "capacity-block" ? ["capacity-block"] : []
+    for_each = var.machine.market == "capacity-block" ? ["capacity-block"] : []
     content {
       market_type = instance_market_options.value
     }
@@ -75,9 +75,9 @@ resource "aws_eks_node_group" "this" {
   node_group_name = var.name
   node_role_arn   = var.node_role_arn
   subnet_ids      = [var.subnet_id]
-  ami_type        = var.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
-  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.market]
-  instance_types  = var.market == "capacity-block" ? null : [var.instance_type]
+  ami_type        = var.machine.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
+  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.machine.market]
+  instance_types  = var.machine.market == "capacity-block" ? null : [var.machine.instance_type]
   labels          = { "rayapp/group" = var.group }
 
   launch_template {
@@ -88,7 +88,7 @@ resource "aws_eks_node_group" "this" {
   scaling_config {
     min_size     = var.min_nodes
     desired_size = var.nodes
-    max_size     = var.max_nodes
+    max_size     = var.machine.max_nodes
   }
 
   update_config {
@@ -101,7 +101,7 @@ resource "aws_eks_node_group" "this" {
   }
 
   dynamic "taint" {
-    for_each = var.gpus > 0 ? ["nvidia.com/gpu"] : []
+    for_each = var.machine.gpus > 0 ? ["nvidia.com/gpu"] : []
     content {
       key    = taint.value
       value  = "true"
@@ -117,9 +117,9 @@ resource "aws_eks_node_group" "autoscaled" {
   node_group_name = var.name
   node_role_arn   = var.node_role_arn
   subnet_ids      = [var.subnet_id]
-  ami_type        = var.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
-  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.market]
-  instance_types  = var.market == "capacity-block" ? null : [var.instance_type]
+  ami_type        = var.machine.gpus > 0 ? "AL2023_x86_64_NVIDIA" : "AL2023_x86_64_STANDARD"
+  capacity_type   = { on-demand = "ON_DEMAND", spot = "SPOT", capacity-block = "CAPACITY_BLOCK" }[var.machine.market]
+  instance_types  = var.machine.market == "capacity-block" ? null : [var.machine.instance_type]
   labels          = { "rayapp/group" = var.group }
 
   launch_template {
@@ -130,7 +130,7 @@ resource "aws_eks_node_group" "autoscaled" {
   scaling_config {
     min_size     = var.min_nodes
     desired_size = var.nodes
-    max_size     = var.max_nodes
+    max_size     = var.machine.max_nodes
   }
 
   update_config {
@@ -143,7 +143,7 @@ resource "aws_eks_node_group" "autoscaled" {
   }
 
   dynamic "taint" {
-    for_each = var.gpus > 0 ? ["nvidia.com/gpu"] : []
+    for_each = var.machine.gpus > 0 ? ["nvidia.com/gpu"] : []
     content {
       key    = taint.value
       value  = "true"

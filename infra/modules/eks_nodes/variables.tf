@@ -13,30 +13,6 @@ variable "cluster" {
   type        = string
 }
 
-variable "instance_type" {
-  description = "EC2 instance type."
-  type        = string
-}
-
-variable "gpus" {
-  description = "GPUs of one node."
-  type        = number
-}
-
-variable "interfaces" {
-  description = "Kind of each network card's interface, in order: interface, efa, or efa-only."
-  type        = list(string)
-  validation {
-    condition     = length(var.interfaces) > 0 && contains(["interface", "efa"], var.interfaces[0]) && alltrue([for kind in slice(var.interfaces, 1, length(var.interfaces)) : kind == "efa-only"])
-    error_message = "interfaces must begin with interface or efa (card 0 has the address), and go on with efa-only."
-  }
-}
-
-variable "disk_gib" {
-  description = "Size of the root disk in GiB; images and Ray's spilled objects lie there."
-  type        = number
-}
-
 variable "min_nodes" {
   description = "Fewest nodes."
   type        = number
@@ -51,29 +27,6 @@ variable "scaled_elsewhere" {
 variable "nodes" {
   description = "Nodes; at first, where they are scaled elsewhere."
   type        = number
-}
-
-variable "max_nodes" {
-  description = "Most nodes."
-  type        = number
-}
-
-variable "market" {
-  description = "How nodes are bought: on-demand, spot or capacity-block."
-  type        = string
-  validation {
-    condition     = contains(["on-demand", "spot", "capacity-block"], var.market)
-    error_message = "market must be on-demand, spot or capacity-block."
-  }
-  validation {
-    condition     = var.market != "capacity-block" || var.reservation_id != null
-    error_message = "market = capacity-block needs the block's reservation_id."
-  }
-}
-
-variable "reservation_id" {
-  description = "Capacity reservation or capacity block to use; null for none."
-  type        = string
 }
 
 variable "placement_group" {

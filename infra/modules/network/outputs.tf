@@ -22,8 +22,3 @@ output "nodes_security_group_id" {
   description = "Security group of nodes and tasks."
   value       = aws_security_group.nodes.id
 }
-
-output "zone" {
-  description = "Availability zone of the nodes."
-  value       = local.zone
-}

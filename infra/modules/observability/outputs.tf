@@ -13,11 +13,6 @@ output "agent_policy" {
   value       = data.aws_iam_policy_document.agent.json
 }
 
-output "alarms_topic_arn" {
-  description = "SNS topic of alarms."
-  value       = aws_sns_topic.alarms.arn
-}
-
 output "dashboard" {
   description = "Name of the CloudWatch dashboard."
   value       = aws_cloudwatch_dashboard.this.dashboard_name

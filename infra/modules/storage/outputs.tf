@@ -3,11 +3,6 @@ output "bucket" {
   value       = aws_s3_bucket.results.bucket
 }
 
-output "key_arn" {
-  description = "KMS key of everything at rest."
-  value       = aws_kms_key.this.arn
-}
-
 output "repository_url" {
   description = "ECR repository of the image."
   value       = aws_ecr_repository.this.repository_url

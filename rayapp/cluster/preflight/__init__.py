@@ -2,16 +2,12 @@
 
     python -m rayapp.cluster.preflight [CONFIG.yaml] [--section.field=value ...] [--json]
 
-node_probe.py   an actor on each node: versions, GPUs, limits, disk, storage
-speed.py        measures one device: FLOP/s and memory bandwidth
-collectives.py  measures collectives, as nccl-tests prints them, and links between nodes
-nccl.py         reads NCCL's log: which network it really sends through
-worker.py       an actor that runs the last three
-survey.py       runs all of it on the connected cluster, every wait with a limit
-facts.py        what the survey found, as plain values: ClusterFacts
-findings.py     Requirements of a cluster, and Finding, something that fails them
-assessment.py   `assess`: findings from facts and requirements, a pure function
-network.py      its part about EFA, collectives and links
-job.py          sends all of it to a cluster as a job, for the command and for Python
-page.py         prints facts and findings, or gives them as plain values
+node_probe.py    an actor on each node: versions, GPUs, limits, interfaces, disk, storage
+group_worker.py  an actor on each device: its speed, an all-reduce, links, the network NCCL takes
+survey.py        runs both on the connected cluster, every wait with a limit
+facts.py         what the survey found (ClusterFacts) and what is wanted (Requirements)
+assessment.py    `assess`: findings from facts and requirements, a pure function
+network.py       its part about addresses, EFA, the all-reduce and links
+__main__.py      the command, and its page
+job.py           sends all of it to a cluster as a job, for the command and for Python
 """

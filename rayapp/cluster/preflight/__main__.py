@@ -14,11 +14,25 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
+from rich.table import Table
+
+from rayapp.cluster.preflight.assessment import assess
+from rayapp.cluster.preflight.facts import (
+    ClusterFacts,
+    Finding,
+    NodeReport,
+    Requirements,
+    requirements_of,
+    size,
+)
+from rayapp.cluster.preflight.network import busbw_mark, link_mark
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.jobs import secrets
+from rayapp.observe.console import Console
 from rayapp.observe.run_folder import Exit
 from rayapp.storage import StorageError, open_storage
 
@@ -51,26 +65,20 @@ def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
     Raises:
         ConfigError: either is no number above 0.
     """
-    problems, values = list[str](), dict[str, float | None]()
+    problems, values = list[str](), dict[str, float]()
     for name in ("min_gbit_per_s", "timeout_s"):
-        text = asked[name]
-        given = not text == OPTIONS[name] == "none"
         try:
-            values[name] = arguments.number(name, text, endless=False) if given else None
+            if asked[name] != "none" or OPTIONS[name] != "none":
+                values[name] = arguments.number(name, asked[name], endless=False)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    timeout_s = values["timeout_s"]
-    assert timeout_s is not None
-    return values["min_gbit_per_s"], timeout_s
+    return values.get("min_gbit_per_s"), values["timeout_s"]
 
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
     """Survey the cluster, print facts and findings, return the exit code."""
-    from rayapp.cluster.preflight.assessment import assess
-    from rayapp.cluster.preflight.findings import requirements_of
-
     required = requirements_of(config, min_gbit_per_s)
     storage = config.run.storage
     if "://" not in storage:  # workers have another working folder
@@ -81,17 +89,15 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         open_storage(storage)
     except StorageError as error:
         raise ConfigError([f"run.storage={storage} is not valid: {error}"]) from None
-    from rayapp.cluster.preflight import page
     from rayapp.cluster.preflight.survey import survey
-    from rayapp.observe.console import Console
 
     with _connected(config):
         facts = survey(config, timeout_s)
     findings = assess(facts, required)
     if as_json:
-        print(json.dumps(page.as_dict(facts, findings, required), indent=1))
+        print(json.dumps(as_dict(facts, findings, required), indent=1))
     else:
-        page.show(Console(), facts, findings, required)
+        show(facts, findings, required)
     return Exit.FAILED if findings else Exit.DONE
 
 
@@ -112,6 +118,116 @@ def _connected(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def as_dict(
+    facts: ClusterFacts, findings: list[Finding], required: Requirements
+) -> dict[str, object]:
+    """Return facts, findings and what was not judged as plain values."""
+    return {
+        "passed": not findings,
+        "findings": [asdict(finding) for finding in findings],
+        "not_judged": not_judged(facts, required),
+        "facts": asdict(facts),
+    }
+
+
+def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
+    """Return a line for each measurement that is only reported, with what is needed to judge it."""
+    notes = []
+    if facts.links and link_mark(facts, required) is None:
+        notes.append("links: set cluster.instance or --min_gbit_per_s")
+    if facts.all_reduce and busbw_mark(facts, required) is None:
+        why = "gloo has no mark" if facts.backend == "gloo" else "set cluster.instance"
+        notes.append(f"all-reduce: {why}")
+    if len(facts.ranks) < 2:
+        notes.append(f"all-reduce and links: {len(facts.ranks)} worker, nothing to measure")
+    if facts.model_problem:
+        notes.append(f"kernels: {facts.model_problem}")
+    return notes
+
+
+def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -> None:
+    """Print the page; the findings come last, next to the prompt."""
+    console = Console()
+    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
+    console.print(
+        f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "
+        f"{facts.backend}; {took}",
+        highlight=False,
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    console.print(f"driver     {versions}\n", highlight=False, soft_wrap=True)
+    for table in _tables(facts):
+        console.print(table)
+    if facts.all_reduce is not None:
+        reduced = facts.all_reduce
+        console.print(
+            f"all-reduce  {size(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} ms, busbw "
+            f"{reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
+            highlight=False,
+        )
+    for note in not_judged(facts, required):
+        console.print(f"not judged  {note}", highlight=False, soft_wrap=True)
+    console.print()
+    for finding in findings:
+        console.print(
+            f"[bold red]FAIL[/bold red]  [bold]{finding.node}[/bold]: {finding.what}: ", end=""
+        )
+        text = f"{finding.measured}, wanted {finding.wanted}. {finding.fix}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    passed = "[bold green]all pass[/bold green]"
+    console.print(f"\nfindings: {len(findings)}" if findings else passed, highlight=False)
+
+
+def _tables(facts: ClusterFacts) -> Iterator[Table]:
+    nodes = [(node.name, *_node(node)) for node in facts.nodes]
+    yield _table("nodes", "node,GPUs,EFA,shm,disk,files,clock,write,read", nodes)
+    devices = list[tuple[str, ...]]()
+    for rank in facts.ranks:
+        speed = rank.speed
+        device = speed.device if speed.index is None else f"{speed.index} {speed.device}"
+        rates = f"{speed.flops / 1e12:.3g}", f"{speed.memory_bytes_per_s / 1e9:.3g}"
+        network = rank.network or facts.backend
+        devices.append((facts.node(rank.node).name, device, speed.precision, *rates, network))
+    if devices:
+        yield _table("devices", "node,device,precision,TFLOP/s,GB/s,by", devices)
+    links = [
+        (
+            facts.node(link.sender).name,
+            facts.node(link.receiver).name,
+            f"{link.bytes_per_s * 8 / 1e9:.3g}",
+            str(link.pairs),
+        )
+        for link in facts.links
+    ]
+    if links:
+        yield _table("links", "from,to,Gbit/s,workers", links)
+
+
+def _table(title: str, columns: str, rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns.split(",")):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _node(node: NodeReport) -> list[str]:
+    seen, clock, probe = node.facts, node.clock, node.probe
+    if seen is None:
+        return ["no answer"]
+    rates = [probe.write_bytes_per_s, probe.read_bytes_per_s] if probe else [None, None]
+    return [
+        str(len(seen.devices)),
+        str(seen.efa_devices),
+        size(seen.shared_memory_bytes),
+        size(seen.disk_free_bytes),
+        f"{seen.open_files:,}",
+        f"{1000 * clock.offset_s:+.0f} ± {1000 * clock.error_s:.0f} ms" if clock else "n/a",
+        *("n/a" if rate is None else f"{rate / 1e6:.0f} MB/s" for rate in rates),
+    ]
 
 
 if __name__ == "__main__":

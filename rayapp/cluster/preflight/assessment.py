@@ -12,8 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rayapp.cluster.preflight import network
-from rayapp.cluster.preflight.facts import ClusterFacts, Device, NodeReport, Rank
-from rayapp.cluster.preflight.findings import Finding, Requirements, size
+from rayapp.cluster.preflight.facts import (
+    ClusterFacts,
+    Finding,
+    NodeFacts,
+    NodeReport,
+    Requirements,
+    Speed,
+    size,
+)
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 
 # /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
@@ -30,29 +37,31 @@ FLOPS_SHARE_OF_SHEET, FLOPS_SHARE_OF_MEASURED = 0.55, 0.8
 MEMORY_SHARE = 0.7  # of the data sheet's bytes/s; a copy reaches 0.8 to 0.93 of it with ECC on
 OF_MEDIAN = 0.85  # of the median of GPUs of the same name, which differ by a few percent
 OF_MEDIAN_CPU = 0.5  # of the median core, as a core may be busy or of another kind
-MEMORY = "memory"  # key of the memory rate, beside the precisions
+
+Fault = tuple[str, str, str, str]
+"""What is wrong, what was measured, what is wanted, how to mend it."""
 
 
 def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
     """Return all findings, the gravest kinds first."""
     return [
-        *_silences(facts),
-        *_gpus_at_all(facts, required),
+        *_cluster(facts, required),
         *_versions(facts),
         *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
         *_kernels(facts),
         *network.addresses(facts),
         *network.efa(facts, required),
-        *network.collectives(facts, required),
+        *network.all_reduce(facts, required),
         *network.links(facts, required),
     ]
 
 
-def _silences(facts: ClusterFacts) -> Iterator[Finding]:
+def _cluster(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
+    """Report steps without an answer, no node, and no GPU where GPUs are wanted."""
     for silence in facts.silences:
         yield Finding(
-            facts.node(silence.node).name if silence.node else "cluster",
+            facts.node(silence.node).name,
             f"does not finish {silence.step}",
             silence.why,
             "an answer",
@@ -60,16 +69,8 @@ def _silences(facts: ClusterFacts) -> Iterator[Finding]:
         )
     if not facts.nodes:
         yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
-
-
-def _gpus_at_all(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Report a cluster in which GPUs are wanted and Ray has none."""
-    wanted = (
-        bool(required.instance and required.instance.gpus)
-        if required.gpus is None
-        else required.gpus
-    )
-    if wanted and facts.backend == "gloo":
+    of_instance = bool(required.instance and required.instance.gpus)
+    if facts.backend == "gloo" and (of_instance if required.gpus is None else required.gpus):
         yield Finding(
             "cluster",
             "has no GPU",
@@ -94,192 +95,193 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
         common = [version for version, count in counts.items() if count == most]
         own = facts.versions.get(package)
         wanted = own if own in common else common[0]
+        fix = f"Give all nodes the same image, with {package} {wanted}"
         for name, versions in reported:
-            if package in versions and versions[package] != wanted:
-                yield Finding(
-                    name,
-                    f"{package} differs",
-                    versions[package],
-                    wanted,
-                    f"Give all nodes the same image, with {package} {wanted}",
-                )
+            if (version := versions.get(package, wanted)) != wanted:
+                yield Finding(name, f"{package} differs", version, wanted, fix)
         if own is not None and own != wanted:
-            yield Finding(
-                "driver",
-                f"{package} differs",
-                own,
-                wanted,
-                "Start it from the image that the nodes have",
-            )
+            fix = "Start it from the image that the nodes have"
+            yield Finding("driver", f"{package} differs", own, wanted, fix)
 
 
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Judge one node by itself: limits, GPUs, clock, access to run.storage."""
-    node_facts = node.facts
-    if node_facts is not None:
-        yield from _limits(node, facts)
-        yield from _gpus(node, required)
-        for device in node_facts.devices:
-            yield from _device(node, device)
-    clock = node.clock
-    if clock is not None and abs(clock.offset_s) - clock.error_s > CLOCK_S:
-        yield Finding(
-            node.name,
+    faults = _of_answers(node, facts.storage)
+    if (seen := node.facts) is not None:
+        faults = {**_limits(node, seen), **_gpus(node, seen, required), **faults}
+    yield from (Finding(node.name, *fault) for fault, there in faults.items() if there)
+
+
+def _of_answers(node: NodeReport, storage: str) -> dict[Fault, bool]:
+    """Judge a node's clock and its access to run.storage."""
+    offset_s, error_s = (node.clock.offset_s, node.clock.error_s) if node.clock else (0.0, 0.0)
+    error, shared = (node.probe.error, node.probe.shared) if node.probe else (None, None)
+    to_s3 = "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
+    to_s3 += "s3:ListBucket on the bucket"
+    return {
+        (
             "its clock is off",
-            f"{clock.offset_s:+.1f} s against the driver's",
+            f"{offset_s:+.1f} s against the driver's",
             f"{CLOCK_S:g} s at most",
             "Start chrony (EC2: server 169.254.169.123)",
-        )
-    if node.probe is not None and node.probe.error is not None:
-        yield Finding(
-            node.name,
-            f"cannot use run.storage={facts.storage}",
-            node.probe.error,
+        ): abs(offset_s) - error_s > CLOCK_S,
+        (
+            f"cannot use run.storage={storage}",
+            f"{error}",
             "write, read and delete",
-            "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
-            "s3:ListBucket on the bucket"
-            if facts.storage.startswith("s3://")
-            else "Mount it there, writable",
-        )
-    elif node.probe is not None and node.probe.shared is False:
-        yield Finding(
-            node.name,
-            f"run.storage={facts.storage} is a folder of its own",
+            to_s3 if storage.startswith("s3://") else "Mount it there, writable",
+        ): error is not None,
+        (
+            f"run.storage={storage} is a folder of its own",
             "the driver's file is not in it",
             "one folder for all nodes",
             "Mount a shared file system there, or set run.storage=s3://bucket/prefix",
-        )
+        ): error is None and shared is False,
+    }
 
 
-def _limits(node: NodeReport, facts: ClusterFacts) -> Iterator[Finding]:
+def _limits(node: NodeReport, seen: NodeFacts) -> dict[Fault, bool]:
     """Judge shared memory, disk, open files and locked memory."""
-    node_facts = node.facts
-    assert node_facts is not None
-    store = int(node.resources.get("object_store_memory", 0))
-    gpus = int(node.resources.get("GPU", 0))
-    wanted = store + (NCCL_SHARED_MEMORY_BYTES if gpus > 1 else 0)
-    if node_facts.shared_memory_bytes < wanted:
-        why = " and NCCL" if gpus > 1 else ""
-        yield Finding(
-            node.name,
+    several, locked = node.resources.get("GPU", 0) > 1, seen.memlock_bytes
+    wanted = int(node.resources.get("object_store_memory", 0))
+    wanted += NCCL_SHARED_MEMORY_BYTES if several else 0
+    return {
+        (
             "shared memory (/dev/shm) is too small",
-            size(node_facts.shared_memory_bytes),
-            f"{size(wanted)} for Ray's object store{why}",
+            size(seen.shared_memory_bytes),
+            f"{size(wanted)} for Ray's object store{' and NCCL' if several else ''}",
             "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
             "/dev/shm (Kubernetes) or --shm-size (Docker)",
-        )
-    if node_facts.disk_free_bytes < DISK_FREE_SHARE * node_facts.disk_bytes:
-        yield Finding(
-            node.name,
-            f"the disk of {node_facts.disk} is full",
-            f"{size(node_facts.disk_free_bytes)} free of {size(node_facts.disk_bytes)}",
+        ): seen.shared_memory_bytes < wanted,
+        (
+            f"the disk of {seen.disk} is full",
+            f"{size(seen.disk_free_bytes)} free of {size(seen.disk_bytes)}",
             f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
             "Delete what is not needed, or give it a larger disk",
-        )
-    if node_facts.open_files < OPEN_FILES:
-        yield Finding(
-            node.name,
+        ): seen.disk_free_bytes < DISK_FREE_SHARE * seen.disk_bytes,
+        (
             "too few open files are allowed",
-            f"{node_facts.open_files:,}",
+            f"{seen.open_files:,}",
             f"{OPEN_FILES:,}",
             "Raise ulimits.nofile of the container, or `ulimit -n` before `ray start`",
-        )
-    if node_facts.efa_devices and node_facts.memlock_bytes is not None:
-        yield Finding(
-            node.name,
+        ): seen.open_files < OPEN_FILES,
+        (
             "locked memory is limited, and EFA registers what it sends",
-            size(node_facts.memlock_bytes),
+            size(locked or 0),
             "no limit",
             "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
-        )
+        ): seen.efa_devices > 0 and locked is not None,
+    }
 
 
-def _gpus(node: NodeReport, required: Requirements) -> Iterator[Finding]:
-    """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's."""
-    node_facts, ray = node.facts, int(node.resources.get("GPU", 0))
-    assert node_facts is not None
-    device_count = len(node_facts.devices)
-    if ray > device_count:
-        yield Finding(
-            node.name,
+def _gpus(node: NodeReport, seen: NodeFacts, required: Requirements) -> dict[Fault, bool]:
+    """Compare the GPUs that the driver shows, Ray's GPUs and EFA with the instance type's.
+
+    Judge the health of each GPU's memory.
+    """
+    ray, shown = int(node.resources.get("GPU", 0)), len(seen.devices)
+    faults: dict[Fault, bool] = {
+        (
             "Ray counts GPUs that the driver does not show",
-            f"{device_count} GPUs",
+            f"{shown} GPUs",
             f"{ray}",
             "Look at `nvidia-smi` there: a GPU that has fallen off the bus needs another instance",
-        )
+        ): ray > shown
+    }
     wanted = required.instance
-    if wanted is None or not wanted.gpus or required.gpus is False or not (ray or device_count):
-        return
-    if ray < wanted.gpus:
-        yield Finding(
-            node.name,
-            "fewer GPUs than its instance has",
-            f"{ray} in Ray, {device_count} shown by the driver",
-            f"{wanted.gpus} ({wanted.name})",
-            "Give the container all GPUs; if the driver shows fewer, replace the instance",
-        )
-    other = {device.name for device in node_facts.devices if not _is(device, wanted.gpu)}
-    if other:
-        assert wanted.gpu is not None
-        yield Finding(
-            node.name,
-            "another GPU than its instance has",
-            ", ".join(sorted(other)),
-            f"{wanted.gpu.name} ({wanted.name})",
-            "Set cluster.instance to what the nodes are",
-        )
-    if wanted.efa_interfaces and node_facts.efa_devices < wanted.efa_interfaces:
-        yield Finding(
-            node.name,
-            "EFA devices are missing",
-            f"{node_facts.efa_devices}",
-            f"{wanted.efa_interfaces} ({wanted.name})",
-            "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
-            "(Kubernetes: vpc.amazonaws.com/efa)",
-        )
-
-
-def _is(device: Device, gpu: Gpu | None) -> bool:
-    known = gpu_from_device_name(device.name)
-    return gpu is None or known is None or known.name == gpu.name
-
-
-def _device(node: NodeReport, device: Device) -> Iterator[Finding]:
-    """Judge the health of a GPU's memory."""
-    where = f"GPU {device.index} ({device.name})"
-    if device.ecc_errors:
-        yield Finding(
-            node.name,
-            f"{where} has memory errors",
-            f"{device.ecc_errors} that ECC could not correct",
-            "0",
-            "Replace the instance, or reset the GPU and look again",
-        )
-    if device.remap_pending:
-        yield Finding(
-            node.name,
-            f"{where} waits to replace bad memory",
-            "a row is to be remapped",
-            "none",
-            "Restart the instance; if it stays, replace it",
-        )
+    if wanted and wanted.gpu and required.gpus is not False and (ray or shown):
+        known = {device.name: gpu_from_device_name(device.name) for device in seen.devices}
+        other = [name for name, gpu in known.items() if gpu and gpu.name != wanted.gpu.name]
+        faults |= {
+            (
+                "fewer GPUs than its instance has",
+                f"{ray} in Ray, {shown} shown by the driver",
+                f"{wanted.gpus} ({wanted.name})",
+                "Give the container all GPUs; if the driver shows fewer, replace the instance",
+            ): ray < wanted.gpus,
+            (
+                "another GPU than its instance has",
+                ", ".join(sorted(other)),
+                f"{wanted.gpu.name} ({wanted.name})",
+                "Set cluster.instance to what the nodes are",
+            ): other != [],
+            (
+                "EFA devices are missing",
+                f"{seen.efa_devices}",
+                f"{wanted.efa_interfaces} ({wanted.name})",
+                "Attach EFA interfaces to the instance, and give the container /dev/infiniband "
+                "(Kubernetes: vpc.amazonaws.com/efa)",
+            ): seen.efa_devices < wanted.efa_interfaces,
+        }
+    for device in seen.devices:
+        where = f"GPU {device.index} ({device.name})"
+        faults |= {
+            (
+                f"{where} has memory errors",
+                f"{device.ecc_errors} that ECC could not correct",
+                "0",
+                "Replace the instance, or reset the GPU and look again",
+            ): bool(device.ecc_errors),
+            (
+                f"{where} waits to replace bad memory",
+                "a row is to be remapped",
+                "none",
+                "Restart the instance; if it stays, replace it",
+            ): bool(device.remap_pending),
+        }
+    return faults
 
 
 def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
     """Compare every device with its data sheet, and with the median of devices of its name."""
-    rates: dict[tuple[str, str], list[float]] = {}
-    for rank in facts.ranks:
-        for name, value in _rates(rank).items():
-            assert rank.speed is not None
-            rates.setdefault((rank.speed.device, name), []).append(value)
-    median = {key: statistics.median(values) for key, values in rates.items()}
-    for rank in facts.ranks:
-        for name, value in _rates(rank).items():
-            assert rank.speed is not None
-            device = rank.speed.device
-            sheet = _mark(gpu_from_device_name(device), name)
-            peers = (OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN) * median[device, name]
-            yield from _slow(facts, rank, name, value, sheet, peers)
+    for device in dict.fromkeys(rank.speed.device for rank in facts.ranks):
+        ranks = [rank for rank in facts.ranks if rank.speed.device == device]
+        speeds, precision = [rank.speed for rank in ranks], ranks[0].speed.precision
+        flops, memory = _marks(gpu_from_device_name(device), precision)
+        for what, unit, sheet, values in (
+            (
+                f"multiplies matrices in {precision} slowly",
+                "TFLOP/s",
+                flops / 1e12,
+                [speed.flops / 1e12 for speed in speeds],
+            ),
+            (
+                "moves memory slowly",
+                "GB/s",
+                memory / 1e9,
+                [speed.memory_bytes_per_s / 1e9 for speed in speeds],
+            ),
+        ):
+            share = OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN
+            mark = max(sheet, share * statistics.median(values))
+            origin = "its sheet" if mark == sheet else "the median of its like"
+            for rank, value in zip(ranks, values, strict=True):
+                if value < mark:
+                    where, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
+                    yield _slow(where, rank.speed, what, f"{value:.3g} {unit}", wanted)
+
+
+def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
+    """Return the FLOP/s and the bytes/s that a GPU must reach by its data sheet; 0: not known."""
+    if gpu is None:
+        return 0.0, 0.0
+    flops = FLOPS_SHARE_OF_SHEET * (gpu.flops.get(precision) or 0.0)
+    if precision in gpu.measured_flops:
+        flops = FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[precision]
+    return flops, MEMORY_SHARE * gpu.memory_bytes_per_s
+
+
+def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
+    where = "a core" if speed.index is None else f"GPU {speed.index}"
+    held = f"; held down by {', '.join(speed.throttled)}" if speed.throttled else ""
+    clock = f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
+    return Finding(
+        node,
+        f"{where} ({speed.device}) {what}",
+        f"{value}{clock}{held}",
+        mark,
+        "End what else runs there; if nothing does, replace the instance",
+    )
 
 
 def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
@@ -294,47 +296,3 @@ def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
                 "what its GPU workers can import: PyTorch's own code takes many times as long",
                 f"Install {named} in the image of the nodes (docs/models.md)",
             )
-
-
-def _rates(rank: Rank) -> dict[str, float]:
-    """Return the rates of a device: FLOP/s by precision, and bytes/s of its memory."""
-    speed = rank.speed
-    return {} if speed is None else {**speed.flops, MEMORY: speed.memory_bytes_per_s}
-
-
-def _mark(gpu: Gpu | None, name: str) -> float | None:
-    """Return the rate that a GPU must reach by its data sheet; None for fp32 and tf32.
-
-    Cards such as A10G and L4 reach their power limit well below the sheet's fp32 figure.
-    """
-    if gpu is None or name in ("fp32", "tf32"):
-        return None
-    if name == MEMORY:
-        return MEMORY_SHARE * gpu.memory_bytes_per_s
-    if name in gpu.measured_flops:
-        return FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[name]
-    peak = gpu.flops.get(name)
-    return None if peak is None else FLOPS_SHARE_OF_SHEET * peak
-
-
-def _slow(
-    facts: ClusterFacts, rank: Rank, name: str, value: float, sheet: float | None, peers: float
-) -> Iterator[Finding]:
-    """Report a device below the higher of two limits, `sheet` and `peers`, and say which it is."""
-    assert rank.speed is not None
-    mark = max(sheet or 0.0, peers)
-    if value >= mark:
-        return
-    unit, of = (1e9, "GB/s") if name == MEMORY else (1e12, "TFLOP/s")
-    what = "moves memory slowly" if name == MEMORY else f"multiplies matrices in {name} slowly"
-    origin = "its sheet" if mark == sheet else "the median of its like"
-    where = "a core" if rank.speed.index is None else f"GPU {rank.speed.index}"
-    held = f"; held down by {', '.join(rank.speed.throttled)}" if rank.speed.throttled else ""
-    clock = f" at {rank.speed.clock_mhz:.0f} MHz" if rank.speed.clock_mhz else ""
-    yield Finding(
-        facts.node(rank.node).name,
-        f"{where} ({rank.speed.device}) {what}",
-        f"{value / unit:.3g} {of}{clock}{held}",
-        f"{mark / unit:.3g} {of}, by {origin}",
-        "End what else runs there; if nothing does, replace the instance",
-    )

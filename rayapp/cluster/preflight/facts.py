@@ -1,13 +1,17 @@
-"""What the survey finds out about a cluster, as plain values: the input of `assess` and the page.
+"""What the survey finds out about a cluster, and what a cluster must reach, as plain values.
 
-NodeReport, NodeFacts, GpuClock and Probe come from the probe of a node, Rank and Speed from each
-worker, FactRow (collectives) and Link from all workers together. A step that is not answered is a
-Silence. Units: bytes, bytes/s, FLOP/s, seconds; sizes and rates of collectives as in nccl-tests.
+NodeReport, NodeFacts, ClockOffset and Probe come from the probe of a node, Rank and Speed from each
+worker, AllReduce and Link from all workers together. A step that is not answered is a Silence.
+Units: bytes, bytes/s, FLOP/s, seconds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from rayapp.config import RunConfig
+from rayapp.hardware import GIB, Instance
+from rayapp.planner.question import named_instance
 
 
 @dataclass(frozen=True)
@@ -19,8 +23,6 @@ class Device:
     name: str
     driver: str
     memory_gib: float
-    sm_clock_mhz: float
-    sm_clock_max_mhz: float
     ecc_errors: int | None
     """Uncorrected since the driver was loaded; None: the GPU has no ECC, or ECC is off."""
     remap_pending: bool | None
@@ -46,11 +48,11 @@ class NodeFacts:
     memlock_bytes: int | None
     """None: no limit."""
     reached_at: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Interface and address that nccl and gloo take; without an entry it is not known."""
+    """Interface or host name, and address, that nccl and gloo take by themselves, where known."""
 
 
 @dataclass(frozen=True)
-class GpuClock:
+class ClockOffset:
     """How far a node's clock is ahead of the driver's."""
 
     offset_s: float
@@ -80,7 +82,7 @@ class NodeReport:
     resources: dict[str, float]
     """Ray's resources of the node: CPU, GPU, object_store_memory (bytes)."""
     facts: NodeFacts | None = None
-    clock: GpuClock | None = None
+    clock: ClockOffset | None = None
     probe: Probe | None = None
 
     @property
@@ -97,8 +99,10 @@ class Speed:
     """The driver's name of the GPU, or cpu (one core)."""
     index: int | None
     """NVML's index of the GPU on its node."""
-    flops: dict[str, float]
-    """FLOP/s of a matrix product by precision."""
+    precision: str
+    """bf16 on a GPU, fp32 on a core."""
+    flops: float
+    """FLOP/s of a matrix product."""
     memory_bytes_per_s: float
     """Bytes read plus bytes written per second of a copy."""
     clock_mhz: float | None = None
@@ -113,27 +117,23 @@ class Rank:
     rank: int
     node: str
     """NodeReport.id."""
-    lane: int
-    """Its index among the workers of its node."""
-    speed: Speed | None = None
+    speed: Speed
     network: str | None = None
-    """Network that NCCL sends through, as `nccl.network_of` names it; None: not known."""
+    """Network that NCCL sends through, as `network_of` names it; None: not known."""
     nccl: str | None = None
     missing_kernels: tuple[str, ...] = ()
     """Packages for the model's layers that a GPU worker cannot import: of a node's first rank."""
 
 
 @dataclass(frozen=True)
-class FactRow:
-    """One collective of one size, as a line of nccl-tests; algbw and busbw are in bytes/s."""
+class AllReduce:
+    """An all-reduce over all workers; busbw in bytes/s, as nccl-tests defines it."""
 
-    operation: str
     size_bytes: int
     seconds: float
-    algbw: float
     busbw: float
     wrong: int
-    """Number of wrong elements in the results of all workers."""
+    """Number of wrong elements in the results of the worker that has most."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class Link:
 class Silence:
     """A step that a node or worker did not finish."""
 
-    node: str | None
-    """NodeReport.id; None: the group as a whole."""
+    node: str
+    """NodeReport.id."""
     step: str
     why: str
 
@@ -167,7 +167,7 @@ class ClusterFacts:
     storage: str
     nodes: tuple[NodeReport, ...]
     ranks: tuple[Rank, ...] = ()
-    rows: tuple[FactRow, ...] = ()
+    all_reduce: AllReduce | None = None
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
     model_problem: str | None = None
@@ -178,3 +178,49 @@ class ClusterFacts:
     def node(self, id: str) -> NodeReport:
         """Return the node with an id."""
         return next(node for node in self.nodes if node.id == id)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a cluster must reach; None: not known, and so not judged."""
+
+    instance: Instance | None = None
+    gbit_per_s: float | None = None
+    """Rate of a link in each direction that the user asks for."""
+    gpus: bool | None = None
+    """cluster.gpu: whether GPUs are wanted; None: use them if there are any."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that would slow a run down, or make it fail."""
+
+    node: str
+    """The node's name; two with an arrow for a link; `driver`, or `cluster` for all of it."""
+    what: str
+    measured: str
+    wanted: str
+    fix: str
+
+
+def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> Requirements:
+    """Return what the cluster of a config must reach; of a list of types no one is required.
+
+    Raises:
+        ConfigError: cluster.instance is not in the table.
+    """
+    gpus = {"true": True, "false": False}.get(config.cluster.gpu)
+    one, several = named_instance(config), len(config.cluster.choices) > 1
+    return Requirements(None if several else one, min_gbit_per_s, gpus)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as text.
+
+    >>> size(33_554_432), size(2**30)
+    ('32 MiB', '1 GiB')
+    """
+    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"

@@ -1,12 +1,11 @@
-"""Judge the network between the GPUs: EFA, collectives, and each link between two nodes."""
+"""Judge the network between the workers: addresses, EFA, the all-reduce, links between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rayapp.cluster.preflight.facts import ClusterFacts, Link
-from rayapp.cluster.preflight.findings import Finding, Requirements, size
-from rayapp.cluster.preflight.interfaces import VARIABLES, link_local
+from rayapp.cluster.preflight.facts import ClusterFacts, Finding, Link, Requirements, size
+from rayapp.cluster.preflight.node_probe import INTERFACE_VARIABLES
 
 # Lowest accepted share of the network rate that EC2 states. Two p6-b300 reach 0.94 of it in
 # nccl-tests (AWS's samples, 2026); with one of 4 network cards lost that is 0.70, which must fail.
@@ -20,10 +19,26 @@ FLOW_BITS_PER_S = 5e9
 ONE_SIDED = 3.0  # a link more than so many times slower than its way back: the sender is at fault
 
 
+def addresses(facts: ClusterFacts) -> Iterator[Finding]:
+    """Report nodes that would tell the others an address of one link alone, which none reaches."""
+    variable = INTERFACE_VARIABLES[facts.backend]
+    for node in facts.nodes if len(facts.nodes) > 1 else ():
+        reached = node.facts.reached_at.get(facts.backend) if node.facts else None
+        if reached and reached[1].startswith("169.254."):  # IPv4's link-local addresses: RFC 3927
+            yield Finding(
+                node.name,
+                f"{facts.backend} takes an address that no other node reaches",
+                f"{reached[1]} on {reached[0]}",
+                f"an address such as {node.address}",
+                f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
+                "the node's Ray is started",
+            )
+
+
 def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Report nodes that have EFA, or should by their instance type, where NCCL does not use it."""
     nodes = {rank.node for rank in facts.ranks}
-    if facts.backend != "nccl" or len(nodes) < 2 or not facts.rows:
+    if facts.backend != "nccl" or len(nodes) < 2 or facts.all_reduce is None:
         return
     for id in sorted(nodes):
         node = facts.node(id)
@@ -43,51 +58,29 @@ def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
             )
 
 
-def addresses(facts: ClusterFacts) -> Iterator[Finding]:
-    """Report nodes that would tell the others an address of one link alone, which none reaches."""
-    variable = VARIABLES[facts.backend]
-    for node in facts.nodes if len(facts.nodes) > 1 else ():
-        reached = node.facts.reached_at.get(facts.backend) if node.facts else None
-        if reached and link_local(reached[1]):
-            yield Finding(
-                node.name,
-                f"{facts.backend} takes an address that no other node reaches",
-                f"{reached[1]} on {reached[0]}",
-                f"an address such as {node.address}",
-                f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
-                "the node's Ray is started",
-            )
-
-
-def collectives(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Report wrong values at any size, and a busbw below the limit at the largest size."""
-    for row in facts.rows:
-        if row.wrong:
-            yield Finding(
-                "cluster",
-                f"{row.operation} of {size(row.size_bytes)} gives wrong values",
-                f"{row.wrong:,} elements",
-                "0",
-                "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
-            )
-    wanted = busbw_mark(facts, required)
-    if wanted is None:
-        return
-    mark, origin = wanted
-    for operation in dict.fromkeys(row.operation for row in facts.rows):
-        largest = [row for row in facts.rows if row.operation == operation][-1]
-        if largest.busbw < mark:
-            yield Finding(
-                "cluster",
-                f"{operation} is slow",
-                f"{largest.busbw / 1e9:.3g} GB/s busbw at {size(largest.size_bytes)}",
-                f"{mark / 1e9:.3g} GB/s ({origin})",
-                "Look at the links and at NCCL's network; put the nodes into one placement group",
-            )
+def all_reduce(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
+    """Report wrong values of the all-reduce, and a busbw below the limit."""
+    seen, wanted = facts.all_reduce, busbw_mark(facts, required)
+    if seen is not None and seen.wrong:
+        yield Finding(
+            "cluster",
+            "all-reduce gives wrong values",
+            f"{seen.wrong:,} elements",
+            "0",
+            "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
+        )
+    if seen is not None and wanted is not None and seen.busbw < wanted[0]:
+        yield Finding(
+            "cluster",
+            "all-reduce is slow",
+            f"{seen.busbw / 1e9:.3g} GB/s busbw at {size(seen.size_bytes)}",
+            f"{wanted[0] / 1e9:.3g} GB/s ({wanted[1]})",
+            "Look at the links and at NCCL's network; put the nodes into one placement group",
+        )
 
 
 def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
-    """Return the busbw in bytes/s that large collectives must reach, and where it comes from."""
+    """Return the busbw in bytes/s that an all-reduce must reach, and where it comes from."""
     if required.instance is None or facts.backend != "nccl":
         return None
     if len({rank.node for rank in facts.ranks}) > 1:
@@ -115,8 +108,7 @@ def link_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] 
 
 def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Report each slow link by its two nodes, and say which is at fault where that can be told."""
-    wanted = link_mark(facts, required)
-    if wanted is None:
+    if (wanted := link_mark(facts, required)) is None:
         return
     mark, origin = wanted
     slow = [link for link in facts.links if link.bytes_per_s < mark]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -9,13 +10,15 @@ import platform
 import resource
 import shutil
 import socket
+import struct
 import time
 import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.facts import Device, NodeFacts, Probe
-from rayapp.cluster.preflight.interfaces import VARIABLES, reached_at
 from rayapp.hardware import GIB
 from rayapp.jobs import secrets
 from rayapp.storage import StorageError, open_storage
@@ -24,6 +27,12 @@ PROBE_BYTES = 32 * 2**20
 PACKAGES = ("ray", "torch", "transformers", "rayapp")
 SHARED_MEMORY = "/dev/shm"
 EFA_DRIVER = "efa"
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+LAST = ("docker", "lo")  # NCCL takes these only where nothing else is
+INTERFACE_VARIABLES = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
+
+Interfaces = Sequence[tuple[str, str]]
+"""Names and IPv4 addresses, in the kernel's order."""
 
 
 class NodeProbe:
@@ -52,11 +61,7 @@ class NodeProbe:
             disk_free_bytes=usage.free,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
-            reached_at={
-                backend: address
-                for backend in VARIABLES
-                if (address := reached_at(backend)) is not None
-            },
+            reached_at=reached_at(interfaces(), os.environ),
         )
 
     def probe(self, url: str, mark: str) -> Probe:
@@ -138,8 +143,6 @@ def _device(nvml: Any, index: int, driver: str) -> Device:
         name=_text(nvml.nvmlDeviceGetName(handle)),
         driver=driver,
         memory_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
-        sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        sm_clock_max_mhz=float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
         ecc_errors=ecc,
         remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # is pending, has failed
     )
@@ -168,3 +171,33 @@ def _efa_devices(
         and os.access(Path(devices) / entry.name, os.R_OK | os.W_OK)
         for entry in Path(root).glob("uverbs*")
     )
+
+
+def interfaces() -> list[tuple[str, str]]:
+    """Return the interfaces of this node that have an IPv4 address."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in sorted(socket.if_nameindex()):
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
+            except OSError:  # it has none
+                continue
+            addresses.append((name, socket.inet_ntoa(answer[20:24])))
+    return addresses
+
+
+def reached_at(known: Interfaces, variables: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Return what each backend takes by itself, where no variable names its interface.
+
+    A task of ECS has a link-local interface, the same in every task, before the one that others
+    reach. NCCL takes the first that is not a bridge of docker or the loopback (NCCL's guide,
+    "NCCL_SOCKET_IFNAME"), gloo the address of the host's name.
+    """
+    taken = dict[str, tuple[str, str]]()
+    if known and not variables.get(INTERFACE_VARIABLES["nccl"]):
+        taken["nccl"] = min(known, key=lambda one: one[0].startswith(LAST))
+    if not variables.get(INTERFACE_VARIABLES["gloo"]):
+        with suppress(OSError):  # the name has no address
+            taken["gloo"] = (name := socket.gethostname()), socket.gethostbyname(name)
+    return taken

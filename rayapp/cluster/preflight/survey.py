@@ -2,9 +2,9 @@
 
     facts = survey(config, timeout_s=180.0)
 
-Every wait has a limit: `timeout_s`, plus MARGIN_S for steps of the whole group. A node or worker
-that has not answered by then becomes a Silence, and the survey goes on without it. Actors have hard
-node affinity: one that cannot run on its node runs nowhere.
+Every wait has a limit: `timeout_s`, plus MARGIN_S for the whole group. A node or worker that has
+not answered by then becomes a Silence, and the survey goes on without it. Actors have hard node
+affinity: one that cannot run on its node runs nowhere.
 """
 
 from __future__ import annotations
@@ -17,76 +17,34 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayapp.cluster.preflight.collectives import rounds
 from rayapp.cluster.preflight.facts import (
+    AllReduce,
+    ClockOffset,
     ClusterFacts,
-    FactRow,
-    GpuClock,
     Link,
     NodeReport,
     Rank,
     Silence,
 )
+from rayapp.cluster.preflight.group_worker import GroupMeasurement, GroupWorker, rounds
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
-from rayapp.cluster.preflight.worker import Worker
 from rayapp.config import Config, RunConfig
+from rayapp.observe.ending import reason_of
 from rayapp.storage import StorageError, open_storage
 
 CLOCK_ASKED = 5  # requests; the one with the shortest round trip counts
-COLLECTIVES_S = 30.0  # for all collectives, or a third of timeout_s if that is less
 MARGIN_S = 15.0  # the process group's own timeout (timeout_s) expires first: its error says more
 WHERE_S = 5.0  # limit of quick questions: the clock, and where a worker is
 
 T = TypeVar("T")
 
 
-class Survey:
-    """The silences and the durations of a survey so far."""
-
-    def __init__(self, config: RunConfig, timeout_s: float) -> None:
-        self.config, self.timeout_s = config, timeout_s
-        self.silences: list[Silence] = []
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Record how long a part of the survey takes, in seconds."""
-        started = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - started, 2)
-
-    def answers(
-        self,
-        asked: dict[str, ray.ObjectRef[T]],
-        nodes: dict[str, str | None],
-        step: str,
-        timeout_s: float,
-    ) -> dict[str, T]:
-        """Return {name: answer} of those that answered; record a Silence of each that did not.
-
-        `nodes` gives the node of each name, `step` says what was asked.
-        """
-        refs = list(asked.values())
-        ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
-        answers = dict[str, T]()
-        for name, ref in asked.items():
-            if ref not in ready:
-                why = f"no answer within {timeout_s:.0f} s"
-                self.silences.append(Silence(nodes[name], step, why))
-                continue
-            try:
-                answers[name] = ray.get(ref, timeout=timeout_s)
-            except RayError as error:
-                self.silences.append(Silence(nodes[name], step, reason_of(error)))
-        return answers
-
-
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     """Return all facts of the connected cluster."""
-    seen = Survey(config, timeout_s)
+    silences, started = list[Silence](), time.monotonic()
     nodes = [
         NodeReport(
             entry["NodeID"],
@@ -97,31 +55,30 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         for entry in ray.nodes()
         if entry["Alive"]
     ]
-    with seen.part("nodes"):
-        nodes = _look(seen, nodes)
-    gpus = config.cluster.gpu != "false" and any(node.resources.get("GPU", 0) for node in nodes)
-    answering = [node for node in nodes if node.facts is not None]
-    places = [
-        (node, lane)
-        for node in answering
-        for lane in range(
-            int(node.resources.get("GPU", 0)) if gpus else int(node.resources.get("CPU", 0) >= 1)
-        )
-    ]
-    shape, problem = _shape(config) if gpus else (None, None)
-    with seen.part("workers"):
-        ranks, rows, links = _work(seen, places, gpus, shape)
+    nodes = _look(nodes, config.run.storage, timeout_s, silences)
+    looked = time.monotonic()
+    kind = "GPU" if any(node.resources.get("GPU", 0) for node in nodes) else "CPU"
+    kind = "CPU" if config.cluster.gpu == "false" else kind
+    places = list[NodeReport]()
+    for node in nodes:
+        count = int(node.resources.get(kind, 0)) if node.facts is not None else 0
+        places += [node] * (count if kind == "GPU" else min(count, 1))
+    shape, problem = _shape(config) if kind == "GPU" else (None, None)
+    ranks, reduced, links = _work(places, kind, shape, timeout_s, silences)
     return ClusterFacts(
         versions=versions(),
-        backend="nccl" if gpus else "gloo",
+        backend="nccl" if kind == "GPU" else "gloo",
         storage=config.run.storage,
         nodes=tuple(nodes),
-        ranks=ranks,
-        rows=tuple(rows),
+        ranks=tuple(ranks),
+        all_reduce=reduced,
         links=tuple(links),
-        silences=tuple(seen.silences),
+        silences=tuple(silences),
         model_problem=problem,
-        seconds=seen.seconds,
+        seconds={
+            "nodes": round(looked - started, 2),
+            "workers": round(time.monotonic() - looked, 2),
+        },
     )
 
 
@@ -137,40 +94,55 @@ def _shape(config: RunConfig) -> tuple[Any, str | None]:
         return None, str(error)
 
 
-def _look(seen: Survey, nodes: Sequence[NodeReport]) -> list[NodeReport]:
+def _answers(
+    asked: Sequence[tuple[NodeReport, ray.ObjectRef[T]]],
+    step: str,
+    timeout_s: float,
+    silences: list[Silence],
+) -> list[T | None]:
+    """Return the answer of each; None, and a Silence, where there is none in time."""
+    refs = [ref for _, ref in asked]
+    ready = set(ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0]) if refs else set()
+    answers = list[T | None]()
+    for node, ref in asked:
+        answer, why = None, f"no answer within {timeout_s:.0f} s"
+        if ref in ready:
+            try:
+                answer = ray.get(ref, timeout=timeout_s)
+            except RayError as error:
+                why = reason_of(error)
+        if answer is None:
+            silences.append(Silence(node.id, step, why))
+        answers.append(answer)
+    return answers
+
+
+def _look(
+    nodes: Sequence[NodeReport], storage: str, timeout_s: float, silences: list[Silence]
+) -> list[NodeReport]:
     """Start a probe on each node; return the nodes with their facts, clocks and storage probes."""
-    actors = {node.id: _actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes}
-    home: dict[str, str | None] = {node.id: node.id for node in nodes}
-    disk = _spill_folder()
-    facts = {id: actor.facts.remote(disk) for id, actor in actors.items()}
-    answered = seen.answers(facts, home, "starting a process and looking around", seen.timeout_s)
-    alive = {id: actor for id, actor in actors.items() if id in answered}
-    clocks = {id: _clock(actor) for id, actor in alive.items()}
-    with _mark(seen.config.run.storage) as mark:
-        asked = {
-            id: actor.probe.remote(seen.config.run.storage, mark) for id, actor in alive.items()
-        }
-        probes = seen.answers(asked, home, "writing to run.storage", seen.timeout_s)
-    for actor in actors.values():
-        ray.kill(actor)
-    return [
-        replace(
-            node,
-            facts=answered.get(node.id),
-            clock=clocks.get(node.id),
-            probe=probes.get(node.id),
-        )
-        for node in nodes
-    ]
-
-
-def _spill_folder() -> str:
-    """Return the folder that Ray spills objects to, the same path on all nodes."""
+    actors = [_actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes]
     local: Any = vars(ray._private.worker)["_global_node"]  # Ray has no public call for it
-    return str(local.get_temp_dir_path())
+    disk = str(local.get_temp_dir_path())  # Ray spills there, on all nodes
+    asked = [(node, actor.facts.remote(disk)) for node, actor in zip(nodes, actors, strict=True)]
+    facts = _answers(asked, "starting a process and looking around", timeout_s, silences)
+    found = dict(zip((node.id for node in nodes), nodes, strict=True))
+    alive = list[tuple[NodeReport, Any]]()
+    for node, actor, fact in zip(nodes, actors, facts, strict=True):
+        if fact is not None:
+            found[node.id] = replace(node, facts=fact, clock=_clock(actor))
+            alive.append((node, actor))
+    with _driver_file(storage) as mark:
+        asked = [(node, actor.probe.remote(storage, mark)) for node, actor in alive]
+        probes = _answers(asked, "writing to run.storage", timeout_s, silences)
+    for (node, _), probe in zip(alive, probes, strict=True):
+        found[node.id] = replace(found[node.id], probe=probe)
+    for actor in actors:
+        ray.kill(actor)
+    return list(found.values())
 
 
-def _clock(probe: Any) -> GpuClock | None:
+def _clock(probe: Any) -> ClockOffset | None:
     """Compare a node's clock with the driver's; None if the first request gets no answer."""
     best = None
     for _ in range(CLOCK_ASKED):
@@ -180,22 +152,20 @@ def _clock(probe: Any) -> GpuClock | None:
         except RayError:
             return best
         ended = time.time()
-        clock = GpuClock(node_s - (started + ended) / 2, (ended - started) / 2)
+        clock = ClockOffset(node_s - (started + ended) / 2, (ended - started) / 2)
         best = clock if best is None or clock.error_s < best.error_s else best
     return best
 
 
 @contextmanager
-def _mark(url: str) -> Iterator[str]:
+def _driver_file(url: str) -> Iterator[str]:
     """Write a file that all nodes must see, yield its name (empty on failure), delete it after."""
     name = f"preflight-{uuid.uuid4().hex}/driver"
-    storage = open_storage(url)
-    try:
+    storage, written = open_storage(url), False
+    with suppress(StorageError, OSError):  # the probes of the nodes report why
         storage.check_writable()
         storage.write(name, b"")
         written = True
-    except (StorageError, OSError):  # the probes of the nodes report why
-        written = False
     try:
         yield name if written else ""
     finally:
@@ -204,143 +174,116 @@ def _mark(url: str) -> Iterator[str]:
 
 
 def _work(
-    seen: Survey, places: Sequence[tuple[NodeReport, int]], gpus: bool, shape: Any
-) -> tuple[tuple[Rank, ...], list[FactRow], list[Link]]:
-    """Start a worker at each (node, lane) of `places`; measure devices, collectives and links.
+    places: Sequence[NodeReport],
+    kind: str,
+    shape: Any,
+    timeout_s: float,
+    silences: list[Silence],
+) -> tuple[list[Rank], AllReduce | None, list[Link]]:
+    """Start a worker for each entry of `places`; measure devices, an all-reduce and links.
 
     One worker of each node looks for the kernels of a model with the config `shape`. Workers that
     do not start or cannot measure their device are left out of the group.
     """
-    need = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    workers = {
-        str(number): _actor(Worker, node, gpus, max_concurrency=2, **need)
-        for number, (node, _) in enumerate(places)
-    }
-    home: dict[str, str | None] = {str(n): node.id for n, (node, _) in enumerate(places)}
-    what = "a free GPU" if gpus else "a free CPU"
+    need = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
+    workers = [
+        _actor(GroupWorker, node, kind == "GPU", max_concurrency=2, **need) for node in places
+    ]
     try:
-        asked = {name: worker.port.remote() for name, worker in workers.items()}
-        ports = seen.answers(asked, home, f"starting a worker on {what}", seen.timeout_s)
-        asked = {name: workers[name].speed.remote() for name in ports}
-        speeds = seen.answers(asked, home, "measuring a device", seen.timeout_s)
-        ranks = [
-            Rank(number, places[int(name)][0].id, places[int(name)][1], speeds[name])
-            for number, name in enumerate(speeds)
-        ]
-        group = [workers[name] for name in speeds]
+        asked = [(node, one.start.remote()) for node, one in zip(places, workers, strict=True)]
+        what = f"starting a worker on a free {kind}, and measuring it"
+        started = _answers(asked, what, timeout_s, silences)
+        ranks, group, first = list[Rank](), list[Any](), None
+        for node, worker, answer in zip(places, workers, started, strict=True):
+            if answer is not None:
+                port, speed = answer
+                first = first or f"{node.address}:{port}"
+                ranks.append(Rank(len(ranks), node.id, speed))
+                group.append(worker)
         if shape is not None:
-            _look_for_kernels(seen, ranks, group, shape)
+            of_node = {node.id: node for node in places}
+            first_of = {rank.node: rank.rank for rank in reversed(ranks)}
+            asked = [
+                (of_node[id], group[n].missing_kernels.remote(shape)) for id, n in first_of.items()
+            ]
+            found = _answers(asked, "looking for kernels", timeout_s, silences)
+            for n, missing in zip(first_of.values(), found, strict=True):
+                ranks[n] = replace(ranks[n], missing_kernels=missing or ())
         if len(group) < 2:
-            return tuple(ranks), [], []
-        first = next(iter(speeds))
-        address = places[int(first)][0].address
-        rows, links = _together(seen, ranks, group, address, ports[first])
-        asked = {str(rank.rank): group[rank.rank].network.remote() for rank in ranks}
-        networks = seen.answers(
-            asked, {str(r.rank): r.node for r in ranks}, "reading NCCL's log", WHERE_S * 2
+            return ranks, None, []
+        lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
+        plan = rounds(list(lanes.values()))
+        measured = _together(
+            ranks,
+            group,
+            [
+                one.together.remote(first, n, len(group), timeout_s, plan)
+                for n, one in enumerate(group)
+            ],
+            timeout_s,
+            silences,
         )
-        for rank in ranks:
-            network, version = networks.get(str(rank.rank), (None, None))
-            ranks[rank.rank] = replace(rank, network=network, nccl=version)
-        return tuple(ranks), rows, links
     finally:
-        for worker in workers.values():
+        for worker in workers:
             ray.kill(worker)
-
-
-def _look_for_kernels(seen: Survey, ranks: list[Rank], group: Sequence[Any], shape: Any) -> None:
-    """Put into the first rank of each node what kernels of the model's layers the node lacks."""
-    first_of = {rank.node: rank.rank for rank in reversed(ranks)}
-    asked = {id: group[rank].missing_kernels.remote(shape) for id, rank in first_of.items()}
-    home: dict[str, str | None] = {id: id for id in asked}
-    for id, missing in seen.answers(asked, home, "looking for kernels", seen.timeout_s).items():
-        ranks[first_of[id]] = replace(ranks[first_of[id]], missing_kernels=missing)
+    if not measured:
+        return ranks, None, []
+    together = dict[tuple[str, str], list[float]]()
+    for one in measured:
+        for (sender, receiver), rate in one.links.items():
+            together.setdefault((ranks[sender].node, ranks[receiver].node), []).append(rate)
+    links = [Link(*ends, sum(rates), len(rates)) for ends, rates in together.items()]
+    ranks = [
+        replace(rank, network=one.network, nccl=one.nccl)
+        for rank, one in zip(ranks, measured, strict=True)
+    ]
+    return ranks, measured[0].all_reduce, links
 
 
 def _together(
-    seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], address: str, port: int
-) -> tuple[list[FactRow], list[Link]]:
-    """Form the process group, then measure collectives and links; stop at a step that fails."""
-    world, timeout_s = len(group), seen.timeout_s
-    joined = [
-        worker.join.remote(address, port, rank, world, timeout_s)
-        for rank, worker in enumerate(group)
-    ]
-    if _all(seen, ranks, group, joined, "the group of workers") is None:
-        return [], []
-    budget_s = min(COLLECTIVES_S, timeout_s / 3)
-    tables = _all(
-        seen, ranks, group, [actor.collectives.remote(budget_s) for actor in group], "collectives"
-    )
-    if tables is None:
-        return [], []
-    lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
-    plan = rounds(list(lanes.values()))
-    measured = _all(seen, ranks, group, [actor.links.remote(plan) for actor in group], "links")
-    if measured is None:
-        return tables[0], []
-    together: dict[tuple[str, str], list[float]] = {}
-    for rates in measured:
-        for (sender, receiver), rate in rates.items():
-            ends = (ranks[sender].node, ranks[receiver].node)
-            together.setdefault(ends, []).append(rate)
-    links = [Link(*ends, sum(each), len(each)) for ends, each in together.items()]
-    return tables[0], links
-
-
-def _all(
-    seen: Survey, ranks: Sequence[Rank], group: Sequence[Any], refs: Sequence[Any], step: str
-) -> list[Any] | None:
-    """Return the answers of all workers, or None if any fails or does not answer.
+    ranks: Sequence[Rank],
+    group: Sequence[Any],
+    refs: Sequence[ray.ObjectRef[GroupMeasurement]],
+    timeout_s: float,
+    silences: list[Silence],
+) -> list[GroupMeasurement]:
+    """Return the answers of all workers; none if any fails or does not answer.
 
     Then record Silences: of workers that do not even answer `where`; if all do, of those that have
     begun the fewest steps, as they hold up the others.
     """
-    ready, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=seen.timeout_s + MARGIN_S)
-    failed: dict[int, RayError] = {}
+    failed, answers = dict[int, str](), list[GroupMeasurement]()
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s + MARGIN_S)
     for rank, ref in enumerate(refs):
-        if ref in ready:
-            try:
-                ray.get(ref)
-            except RayError as error:
-                failed[rank] = error
-    if not failed and not waiting:
-        return list(ray.get(list(refs)))
+        try:
+            if ref in ready:
+                answers.append(ray.get(ref))
+        except RayError as error:
+            failed[rank] = reason_of(error)
+    if len(answers) == len(refs):
+        return answers
     asked = [worker.where.remote() for worker in group]
     ready, _ = ray.wait(asked, num_returns=len(asked), timeout=WHERE_S)
-    steps: dict[int, tuple[int, str]] = {}
+    steps = dict[int, tuple[int, str]]()
     for rank, ref in enumerate(asked):
-        if ref not in ready:
-            continue
-        try:
-            steps[rank] = ray.get(ref)
-        except RayActorError:
-            continue
-    for rank in sorted(set(range(len(group))) - steps.keys()):
-        why = reason_of(failed[rank]) if rank in failed else "it does not answer any more"
-        seen.silences.append(Silence(ranks[rank].node, step, why))
-    if len(steps) == len(group):  # all are alive: those with the fewest steps hold up the others
-        least = min(number for number, _ in steps.values())
-        for rank in sorted(rank for rank, (number, _) in steps.items() if number == least):
-            why = reason_of(failed[rank]) if rank in failed else f"hangs for {seen.timeout_s:.0f} s"
-            seen.silences.append(
-                Silence(ranks[rank].node, step, f"rank {rank} at {steps[rank][1]}: {why}")
-            )
-    return None
+        with suppress(RayActorError):  # it has ended: it is named below
+            if ref in ready:
+                steps[rank] = ray.get(ref)
+    if len(steps) < len(group):
+        for rank in sorted(set(range(len(group))) - steps.keys()):
+            why = failed.get(rank, "it does not answer any more")
+            silences.append(Silence(ranks[rank].node, "measuring with the others", why))
+        return []
+    least = min(number for number, _ in steps.values())
+    for rank, (number, step) in sorted(steps.items()):
+        if number == least:
+            why = failed.get(rank, f"hangs for {timeout_s:.0f} s")
+            said = f"rank {rank} at {step}: {why}"
+            silences.append(Silence(ranks[rank].node, "measuring with the others", said))
+    return []
 
 
 def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any:
     """Start an actor on this node and on no other."""
     affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(kind).options(scheduling_strategy=affinity, **options).remote(*arguments)
-
-
-def reason_of(error: RayError) -> str:
-    """Return the first line of an error, of its cause if a task or method of an actor raised it."""
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        text = f"{type(cause).__name__}: {cause}" if isinstance(cause, Exception) else str(error)
-    else:
-        text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:300]

@@ -1,7 +1,6 @@
 """Prove a cluster on an AWS account: up, faults, comparison, down, and a page that tells of it.
 
 account.py   the account: hosts, a spot notice, what is left
-steps.py     the steps, in order
-page.py      the page of pass and fail
-__main__.py  `make prove-ecs` and `make prove-eks`: the price, a question, the steps
+trials.py    the steps, in order
+__main__.py  `make prove-ecs` and `make prove-eks`: the price, a question, the steps, the page
 """

@@ -15,6 +15,7 @@ Exit codes: 0 all steps pass, 1 one does not, 2 not possible as asked.
 from __future__ import annotations
 
 import platform
+import re
 import signal
 import sys
 import time
@@ -26,18 +27,10 @@ from pathlib import Path
 import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rayapp.cluster import image
-from rayapp.cluster.options import Options, bucket, option_problems
-from rayapp.cluster.prove import page
+from rayapp.cluster.options import Options, bucket, image_tag, option_problems
 from rayapp.cluster.prove.account import AwsAccount
-from rayapp.cluster.prove.proof import Proof
-from rayapp.cluster.prove.steps import SETTINGS, WORKERS, prove
-from rayapp.cluster.sizes import (
-    EKS_USD_PER_HOUR,
-    ENDPOINT_USD_PER_HOUR,
-    ENDPOINTS,
-    NAT_USD_PER_HOUR,
-)
+from rayapp.cluster.prove.trials import DISTURBED, FAIL, PASS, WORKERS, Proof, Step, prove
+from rayapp.cluster.sizes import fixed_usd_per_hour
 from rayapp.config import ConfigError, arguments, load
 from rayapp.hardware import PRICE_DATE, instance
 from rayapp.observe.run_folder import Exit
@@ -46,13 +39,28 @@ HOMES = {"ecs": "ecs", "eks": "kuberay"}
 MAX_HOURS = 2.0  # after which no step goes on, and the cluster goes down
 # A month of a KMS key is 1 USD, an action of FIS 0.10 USD a minute; alarms, logs, images, NAT data.
 OTHER_USD = 1.5
-OPTIONS = {
-    "name": "rayapp-prove",
-    "region": Options.region,
-    "email": "nobody",
-    "api_cidrs": "",
-    "args": "",
-    "yes": "",
+OPTIONS = {"name": "rayapp-prove", "region": Options.region, "email": "nobody"}
+OPTIONS |= {"api_cidrs": "", "args": "", "yes": ""}
+SETTINGS = {
+    "run.name": DISTURBED,
+    "model.path": "tiny",
+    "data.path": "stdlib",
+    "data.seq_len": "128",
+    "data.eval_fraction": "0",
+    "train.tokens_per_step": "1024",
+    "train.micro_batch": "1",  # 8 a step: each of 1, 2 or 3 workers has some
+    "train.max_steps": "100000",  # it is stopped long before
+    "train.lr": "1e-4",
+    "train.schedule": "constant",
+    "train.warmup_steps": "0",
+    "train.precision": "fp32",
+    "checkpoint.every_steps": "20",
+    "checkpoint.every_s": "none",
+    "checkpoint.export": "false",
+    "cluster.instance": "m5.xlarge",  # 3 CPUs for Ray: one worker and Ray Data
+    "cluster.workers": f"1:{WORKERS}",
+    "cluster.resources": "{CPU: 2}",
+    "cluster.max_failures": "5",
 }
 
 
@@ -73,17 +81,23 @@ def _main(home: str, argv: list[str]) -> int:
     if home not in HOMES:
         raise ConfigError([f"{home} is unknown: there is no such cluster. Set one of ecs, eks"])
     _, asked = arguments.read(argv, OPTIONS)
-    account = _account(home, asked["name"], asked["region"])
-    options = Options(account=account.number, name=account.name, region=account.region)
+    name, region = asked["name"], asked["region"]
+    client = partial(boto3.client, region_name=region)
+    try:
+        number = str(client("sts").get_caller_identity()["Account"])
+    except (BotoCoreError, ClientError) as error:
+        why = f"no AWS account: {error}. Set credentials, as for the AWS CLI"
+        raise ConfigError([why]) from None
+    account = AwsAccount(name, home, region, number, client)
+    options = Options(account=number, name=name, region=region)
     if problems := option_problems(HOMES[home], options):
         raise ConfigError(problems)
     if left := account.left():
-        raise ConfigError(
-            [
-                f"name={account.name} is taken: {len(left)} things have its tags, e.g. {left[0]}, "
-                "and the proof would destroy them. Remove them, or set another NAME"
-            ]
+        why = (
+            f"name={name} is taken: {len(left)} things have its tags, e.g. {left[0]}, and the "
+            "proof would destroy them. Remove them, or set another NAME"
         )
+        raise ConfigError([why])
     rate, most = price(home, options)
     print(most)
     if not asked["yes"] and input("Go on? Only yes is taken: ").strip() != "yes":
@@ -99,8 +113,7 @@ def price(home: str, options: Options) -> tuple[float, str]:
         ConfigError: a price is not known in the region.
     """
     hosts = {options.head: 1, SETTINGS["cluster.instance"]: WORKERS}
-    rate = NAT_USD_PER_HOUR + ENDPOINTS[HOMES[home]] * ENDPOINT_USD_PER_HOUR
-    rate += EKS_USD_PER_HOUR if home == "eks" else 0.0
+    rate = fixed_usd_per_hour(HOMES[home])
     for name, count in hosts.items():
         usd = instance(name, "cluster.instance").usd_per_hour.get(options.region)
         if usd is None:
@@ -115,56 +128,66 @@ def price(home: str, options: Options) -> tuple[float, str]:
     )
 
 
-def _account(home: str, name: str, region: str) -> AwsAccount:
-    """Return the account of this machine's credentials.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    client = partial(boto3.client, region_name=region)
-    try:
-        number = str(client("sts").get_caller_identity()["Account"])
-    except (BotoCoreError, ClientError) as error:
-        raise ConfigError(
-            [f"no AWS account: {error}. Set credentials, as for the AWS CLI"]
-        ) from None
-    return AwsAccount(name, home, region, number, client)
-
-
 def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: float) -> int:
-    home, began = account.home, time.monotonic()
+    began = time.monotonic()
+    given = {"NAME": account.name, "REGION": account.region}
+    more = {"EMAIL": asked["email"], "API_CIDRS": asked["api_cidrs"], "ARGS": asked["args"]}
+    more["RENDER"] = f"--market=spot --account={account.number}"
     folder = Path("build") / f"{account.name}-{account.region}"
-    folder.mkdir(parents=True, exist_ok=True)
-    config, log = folder / "prove.yaml", folder / f"prove-{home}.log"
-    config.write_text(load(None, SETTINGS).to_yaml(), encoding="utf-8")
-    log.write_text("", encoding="utf-8")
-    variables = {
-        "NAME": account.name,
-        "REGION": account.region,
-        "EMAIL": asked["email"],
-        "API_CIDRS": asked["api_cidrs"],
-        "ARGS": asked["args"],
-        "RENDER": f"--market=spot --account={account.number}",
-    }
+    config, log = folder / "prove.yaml", folder / f"prove-{account.home}.log"
     until = began + MAX_HOURS * 3600
-    proof = Proof(account, bucket(options), config, variables, log, until)
-    print(f"what the commands print is in {log}", flush=True)
-    steps, by_hand = prove(proof)
+    proof = Proof(account, bucket(options), config, log, given | more, until)
+    folder.mkdir(parents=True, exist_ok=True)
+    proof.config.write_text(load(None, SETTINGS).to_yaml(), encoding="utf-8")
+    proof.log.write_text("", encoding="utf-8")
+    print(f"what the commands print is in {proof.log}", flush=True)
+    steps = prove(proof)
+    by_hand = proof.remaining
+    if steps[-2].result != PASS:
+        words = " ".join(f"{key}={value}" for key, value in given.items())
+        down = [f"make down-{account.home} {words}"]
+        by_hand = [*down, f"make down-base {words} BUCKET={proof.bucket}", *by_hand]
     hours = (time.monotonic() - began) / 3600
-    machines = f"{options.head}, {WORKERS} x {SETTINGS['cluster.instance']} as spot"
     facts = {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "rayapp": f"{image.tag()}, Ray {version('ray')}, Python {platform.python_version()}",
+        "rayapp": f"{image_tag()}, Ray {version('ray')}, Python {platform.python_version()}",
         "region": account.region,
-        "machines": machines,
+        "machines": f"{options.head}, {WORKERS} x {SETTINGS['cluster.instance']} as spot",
         "cost": f"at most {hours * rate + OTHER_USD:.2f} USD for {hours:.1f} hours",
     }
-    title = f"rayapp on {home.upper()}"
-    outcome = page.ProofPage(title, facts, steps, by_hand)
-    path = folder / f"prove-{home}.md"
-    path.write_text(page.text(outcome), encoding="utf-8")
-    print(f"\n{page.text(outcome, masked=False)}\nwritten to {path}: send it to the maintainers")
-    return Exit.DONE if outcome.result == page.PASS else Exit.FAILED
+    text = page(f"rayapp on {account.home.upper()}", facts, steps, by_hand)
+    path = folder / f"prove-{account.home}.md"
+    path.write_text(masked(text), encoding="utf-8")
+    print(f"\n{text}\nwritten to {path}: send it to the maintainers")
+    return Exit.DONE if result_of(steps) == PASS else Exit.FAILED
+
+
+def result_of(steps: list[Step]) -> str:
+    """Return PASS if every step has passed."""
+    return PASS if all(step.result == PASS for step in steps) else FAIL
+
+
+def page(title: str, facts: dict[str, str], steps: list[Step], by_hand: list[str]) -> str:
+    """Return the page as Markdown: what was tried, whether it held, how long it took, what is left.
+
+    `by_hand` are commands and names of things to remove; empty if nothing is left.
+    """
+    lines = [f"# {title}: {result_of(steps)}", ""]
+    lines += [f"- {name}: {value}" for name, value in facts.items()]
+    lines += ["", "| step | result | seconds | what was seen |", "|---|---|---|---|"]
+    for step in steps:
+        seconds = "" if step.seconds is None else f"{step.seconds:.0f}"
+        seen = " ".join(step.seen.split()).replace("|", "\\|")
+        lines.append(f"| {step.name} | {step.result} | {seconds} | {seen} |")
+    if by_hand:
+        lines += ["", "## To remove by hand", "", "These may cost money until they are gone.", ""]
+        lines += [f"- `{each}`" for each in by_hand]
+    return "\n".join(lines) + "\n"
+
+
+def masked(text: str) -> str:
+    """Return a page without the account's number, so that it can be sent to others."""
+    return re.sub(r"\b\d{12}\b", "ACCOUNT", text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Decode and augment an image by a seed alone: the same in any order and in any process.
 
-    pixels = augmented(data, transform, seed)        # uint8 [size, size, 3]
-    pixels = centred(data, transform)                # a held-out image: the middle
+    pixels = augmented(data, look, seed)        # uint8 [size, size, 3]
+    pixels = centred(data, look)                # a held-out image: the middle
+
+`look` is the section `data` of the config: how images are cropped, augmented and mixed.
 
 Random resized crop (Szegedy et al. 2014, as torchvision draws it), mirroring, RandAugment (Cubuk et
 al. 2019, arXiv 1909.13719, with torchvision's 14 operations and strengths, but shifts are not cut
@@ -17,13 +19,14 @@ import math
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageEnhance, ImageOps, UnidentifiedImageError
+
+from rayapp.config.vision import ImageDataConfig
 
 CROP_TRIES = 10
 ASPECT = (3 / 4, 4 / 3)
@@ -41,21 +44,6 @@ BROKEN = (
 )
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Box = tuple[float, float, float, float]
-
-
-@dataclass(frozen=True)
-class Transform:
-    """How images are cropped, augmented and mixed."""
-
-    size: int
-    eval_crop: float = 0.875
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: float = 0.5
-    layers: int = 0
-    """Number of RandAugment operations per image; 0 for none."""
-    magnitude: int = 9
-    mixup: float = 0.0
-    cutmix: float = 0.0
 
 
 def seed_of(seed: int, epoch: int, image: int) -> int:
@@ -91,26 +79,27 @@ def problem_of(data: bytes) -> str | None:
     return None
 
 
-def augmented(data: bytes, transform: Transform, seed: int, as_stored: bool = False) -> Pixels:
+def augmented(data: bytes, look: ImageDataConfig, seed: int, as_stored: bool = False) -> Pixels:
     """Return an image as training sees it, cropped and augmented: uint8 [size, size, 3]."""
     draw = random.Random(seed)
-    crop = partial(_crop, scale=transform.crop_scale, draw=draw)
-    image = _resized(data, crop, transform.size, as_stored)
-    if draw.random() < transform.flip:
+    crop = partial(_crop, scale=look.crop_scale, draw=draw)
+    image = _resized(data, crop, look.size, as_stored)
+    if draw.random() < look.flip:
         image = ImageOps.mirror(image)
-    for _ in range(transform.layers):
-        image = _operate(image, transform.magnitude, draw)
+    if look.randaugment is not None:
+        for _ in range(look.randaugment.layers):
+            image = _operate(image, look.randaugment.magnitude, draw)
     return np.asarray(image)
 
 
-def centred(data: bytes, transform: Transform, as_stored: bool = False) -> Pixels:
+def centred(data: bytes, look: ImageDataConfig, as_stored: bool = False) -> Pixels:
     """Return an image as evaluation sees it, its centre crop: uint8 [size, size, 3]."""
-    middle = partial(_middle, share=transform.eval_crop)
-    return np.asarray(_resized(data, middle, transform.size, as_stored))
+    middle = partial(_middle, share=look.eval_crop)
+    return np.asarray(_resized(data, middle, look.size, as_stored))
 
 
 def mix(
-    images: Pixels, labels: Any, seeds: Any, present: Any, transform: Transform
+    images: Pixels, labels: Any, seeds: Any, present: Any, look: ImageDataConfig
 ) -> tuple[Any, Any]:
     """Mix images j and b - 1 - j of a micro-batch in place; return (other labels, own shares).
 
@@ -118,15 +107,13 @@ def mix(
     """
     count = len(labels)
     others, shares = labels.astype(np.int32), np.ones(count, np.float32)
-    if not (transform.mixup or transform.cutmix):
-        return others, shares
-    for j in range(count // 2):
+    for j in range(count // 2 if look.mixup or look.cutmix else 0):
         k = count - 1 - j
         if not (present[j] and present[k]):
             continue
         draw = random.Random(int(seeds[j]) ^ int(seeds[k]))
-        cuts = bool(transform.cutmix) and (not transform.mixup or draw.random() < 0.5)
-        alpha = transform.cutmix if cuts else transform.mixup
+        cuts = bool(look.cutmix) and (not look.mixup or draw.random() < 0.5)
+        alpha = look.cutmix if cuts else look.mixup
         share = draw.betavariate(alpha, alpha)
         first, second = images[j].copy(), images[k].copy()
         if cuts:
@@ -149,10 +136,10 @@ def _blend(first: Pixels, second: Pixels, share: float) -> Pixels:
 def _patch(size: int, share: float, draw: random.Random) -> tuple[slice, slice, float]:
     """Return the (rows, columns) to replace, and the share of the image that is left."""
     side = math.sqrt(1.0 - share) * size
-    edges = []
-    for middle in (draw.random() * size, draw.random() * size):
-        edges.append(slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2))))
-    rows, columns = edges
+    rows, columns = (
+        slice(round(max(0.0, middle - side / 2)), round(min(size, middle + side / 2)))
+        for middle in (draw.random() * size, draw.random() * size)
+    )
     area = (rows.stop - rows.start) * (columns.stop - columns.start)
     return rows, columns, 1.0 - area / size**2
 
@@ -168,8 +155,7 @@ def _crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random
         aspect = math.exp(low + (high - low) * draw.random())
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left = int(draw.random() * (width - w + 1))
-            top = int(draw.random() * (height - h + 1))
+            left, top = (int(draw.random() * (room + 1)) for room in (width - w, height - h))
             return left, top, left + w, top + h
     w, h = min(width, round(height * ASPECT[1])), min(height, round(width / ASPECT[0]))
     left, top = (width - w) // 2, (height - h) // 2
@@ -193,7 +179,7 @@ def _resized(
     with Image.open(io.BytesIO(data), formats=None if as_stored else FORMATS) as image:
         if image.format not in ("JPEG", "MPO"):  # Pillow turns a TIFF as it loads it
             image.load()
-        turned = not as_stored and _orientation(image) in range(5, 9)
+        turned = not as_stored and image.getexif().get(ExifTags.Base.Orientation) in range(5, 9)
         width, height = size = image.size[::-1] if turned else image.size
         box = crop(size)
         across, down = side / (box[2] - box[0]), side / (box[3] - box[1])
@@ -206,10 +192,6 @@ def _resized(
     return rgb.resize((side, side), Image.Resampling.BILINEAR, box=part)
 
 
-def _orientation(image: Image.Image) -> int:
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
 def _rgb(image: Image.Image) -> Image.Image:
     """Decode an image to upright 8-bit RGB, as datasets turns it and transformers converts it.
 
@@ -220,7 +202,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         Unusable: nothing says what its numbers mean.
     """
     image.load()
-    if (turn := TURN_OF.get(_orientation(image))) is not None:
+    if (turn := TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation, 1))) is not None:
         image = image.transpose(turn)  # not exif_transpose, which fails where it cannot write a tag
     if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
         values = np.asarray(image)
@@ -243,45 +225,45 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 # ---- RandAugment -------------------------------------------------------------------------------
 
-GEOMETRY = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
-ENHANCERS: dict[str, Any] = {
-    "brightness": ImageEnhance.Brightness,
-    "color": ImageEnhance.Color,
-    "contrast": ImageEnhance.Contrast,
-    "sharpness": ImageEnhance.Sharpness,
+SHIFT = 150 / 331  # of the width, at most
+
+
+def _moved(image: Image.Image, *matrix: float) -> Image.Image:
+    """Take each pixel (x, y) from (a x + b y + c, d x + e y + f); `matrix` is a to f."""
+    kind, nearest = Image.Transform.AFFINE, Image.Resampling.NEAREST
+    return image.transform(image.size, kind, matrix, nearest, fillcolor=GREY)
+
+
+def _enhanced(kind: Any, image: Image.Image, strength: float) -> Image.Image:
+    enhanced: Image.Image = kind(image).enhance(1.0 + 0.9 * strength)
+    return enhanced
+
+
+def _solarized(image: Image.Image, strength: float) -> Image.Image:
+    return ImageOps.solarize(image, 255 - 255 * round(abs(strength) * BINS) // BINS)
+
+
+# By a signed strength, -1 to 1: shears by up to 0.3, shifts by SHIFT, turns by 30 degrees.
+OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "identity": lambda image, by: image,
+    "shear_x": lambda image, by: _moved(image, 1, 0.3 * by, 0, 0, 1, 0),
+    "shear_y": lambda image, by: _moved(image, 1, 0, 0, 0.3 * by, 1, 0),
+    "translate_x": lambda image, by: _moved(image, 1, 0, SHIFT * by * image.width, 0, 1, 0),
+    "translate_y": lambda image, by: _moved(image, 1, 0, 0, 0, 1, SHIFT * by * image.width),
+    "rotate": lambda image, by: image.rotate(30.0 * by, fillcolor=GREY),
+    "brightness": partial(_enhanced, ImageEnhance.Brightness),
+    "color": partial(_enhanced, ImageEnhance.Color),
+    "contrast": partial(_enhanced, ImageEnhance.Contrast),
+    "sharpness": partial(_enhanced, ImageEnhance.Sharpness),
+    "posterize": lambda image, by: ImageOps.posterize(image, 8 - round(4 * abs(by))),
+    "solarize": _solarized,
+    "autocontrast": lambda image, by: ImageOps.autocontrast(image),
+    "equalize": lambda image, by: ImageOps.equalize(image),
 }
-OPERATIONS = ("identity", *GEOMETRY, *ENHANCERS)
-OPERATIONS += ("posterize", "solarize", "autocontrast", "equalize")
 
 
 def _operate(image: Image.Image, magnitude: int, draw: random.Random) -> Image.Image:
     """Apply one operation, drawn uniformly; directions are drawn too."""
-    name = OPERATIONS[int(draw.random() * len(OPERATIONS))]
-    strength = magnitude / BINS
+    operation = [*OPERATIONS.values()][int(draw.random() * len(OPERATIONS))]
     sign = 1.0 if draw.random() < 0.5 else -1.0
-    if name in GEOMETRY:
-        return _move(image, name, sign * strength)
-    if name in ENHANCERS:
-        return ENHANCERS[name](image).enhance(1.0 + sign * 0.9 * strength)
-    if name == "posterize":
-        return ImageOps.posterize(image, 8 - round(4 * strength))
-    if name == "solarize":
-        return ImageOps.solarize(image, -(-255 * (BINS - magnitude) // BINS))
-    if name == "autocontrast":
-        return ImageOps.autocontrast(image)
-    return ImageOps.equalize(image) if name == "equalize" else image
-
-
-def _move(image: Image.Image, name: str, strength: float) -> Image.Image:
-    """Shear by up to 0.3, shift by up to 150/331 of the side, or rotate by up to 30 degrees."""
-    if name == "rotate":
-        return image.rotate(30.0 * strength, Image.Resampling.NEAREST, fillcolor=GREY)
-    shear, shift = 0.3 * strength, 150 / 331 * strength * image.width
-    matrix = {
-        "shear_x": (1, shear, 0, 0, 1, 0),
-        "shear_y": (1, 0, 0, shear, 1, 0),
-        "translate_x": (1, 0, shift, 0, 1, 0),
-        "translate_y": (1, 0, 0, 0, 1, shift),
-    }[name]
-    kind = Image.Transform.AFFINE
-    return image.transform(image.size, kind, matrix, Image.Resampling.NEAREST, fillcolor=GREY)
+    return operation(image, sign * magnitude / BINS)

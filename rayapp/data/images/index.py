@@ -22,7 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from rayapp.data import FOLDER
-from rayapp.data.images import sources
+from rayapp.data.images.image_sources import ImageSource
 from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
 from rayapp.storage import Readable, Storage, StorageError, open_storage
@@ -33,26 +33,18 @@ SPLITS = ("train", "eval")
 READERS, READERS_OF_DISKS = 16, 4  # images read at once; more threads cost more than they read
 MANIFEST = "manifest.json"
 TRAIN_ROOT, EVAL_ROOT, OWN_ROOT = 0, 1, 2
-RECORD = np.dtype(
-    [
-        ("root", "u1"),
-        ("name_at", "<u8"),
-        ("name_size", "<u4"),
-        ("offset", "<i8"),
-        ("size", "<i8"),
-        ("label", "<i4"),
-        ("digest", "<u8"),
-    ]
-)
+NAMES = ["root", "name_at", "name_size", "offset", "size", "label", "digest"]
+RECORD = np.dtype({"names": NAMES, "formats": ["u1", "<u8", "<u4", "<i8", "<i8", "<i4", "<u8"]})
 Records = np.ndarray[Any, Any]
+digest_of = xxh3_64_intdigest  # of an image's bytes: 64 bits
 
 
 @dataclass(frozen=True)
 class ImageRecipe:
     """Everything that determines the images, and which of them are held out."""
 
-    source: sources.ImageSource
-    eval_source: sources.ImageSource | None
+    source: ImageSource
+    eval_source: ImageSource | None
     eval_fraction: float
     version: int = VERSION
 
@@ -151,13 +143,11 @@ class ImageRows:
         return [*map(open_input, inputs), open_storage(own)]
 
     @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._readers, thread_name_prefix="images")
-
-    @cached_property
-    def _readers(self) -> int:
+    def _pool(self) -> tuple[ThreadPoolExecutor, int]:
+        """The threads that read images, and their number."""
         local = all(root.local_path() is not None for root in self._opened)
-        return READERS_OF_DISKS if local else READERS
+        count = READERS_OF_DISKS if local else READERS
+        return ThreadPoolExecutor(count, thread_name_prefix="images"), count
 
     def __getstate__(self) -> dict[str, object]:
         kept = ("_storage", "_roots", "_split", "as_stored")
@@ -175,10 +165,10 @@ class ImageRows:
         Raises:
             StorageError: one is gone, or is not what was indexed.
         """
-        step = self._readers
+        pool, step = self._pool
         parts = [numbers[first::step] for first in range(min(step, len(numbers)))]
         contents: list[bytes] = [b""] * len(numbers)
-        for first, part in enumerate(self._pool.map(lambda p: list(map(self._read, p)), parts)):
+        for first, part in enumerate(pool.map(lambda p: list(map(self._read, p)), parts)):
             contents[first::step] = part
         return contents
 
@@ -207,11 +197,6 @@ RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the ru
 def _rows(url: str, roots: tuple[str, ...], split: str, as_stored: bool) -> ImageRows:
     """Open an index once per process, in which Ray Data runs many tasks."""
     return ImageRows(url, roots, split, as_stored)
-
-
-def digest_of(data: bytes) -> int:
-    """Return a 64-bit digest of a file's bytes."""
-    return xxh3_64_intdigest(data)
 
 
 def load(storage: Storage) -> Images | None:

@@ -10,17 +10,17 @@ and are not in the index. The manifest, which marks the index as complete, is wr
 from __future__ import annotations
 
 import json
-import pickle
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from rayapp.data.images import sources
+from rayapp.data.images import image_sources
 from rayapp.data.images.index import (
     EVAL_ROOT,
     MANIFEST,
@@ -38,18 +38,16 @@ from rayapp.data.images.index import (
     unpacked,
 )
 from rayapp.data.prepared import MAX_EXAMPLES
-from rayapp.data.sources import SourceError
+from rayapp.data.ray_tasks import run_tasks
+from rayapp.data.sources import DataFile, SourceError
 from rayapp.storage import Storage, open_storage
-
-Job = tuple[int, tuple[sources.ImageFile, ...]]  # root, files
-Progress = Callable[[int, int], None]
 
 
 def prepare(
     recipe: ImageRecipe,
     root: Storage,
     concurrency: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Images:
     """Return the index of a recipe, indexing missing units first; needs a running Ray.
 
@@ -60,47 +58,69 @@ def prepare(
             classes.
     """
     storage = root / recipe.fingerprint
-    index = load(storage)
-    if index is not None:
+    if (index := load(storage)) is not None:
         return index
-    jobs: list[Job] = [(TRAIN_ROOT, unit) for unit in sources.units(recipe.source)]
-    if recipe.eval_source is not None:
-        jobs += [(EVAL_ROOT, unit) for unit in sources.units(recipe.eval_source)]
-    sizes = [sum(file.size for file in files) for _, files in jobs]
-    missing = [n for n in range(len(jobs)) if not storage.exists(_summary_name(n))]
-    finished = sum(sizes) - sum(sizes[n] for n in missing)
-    for number in _run_units(recipe, storage.url, jobs, missing, concurrency):
-        finished += sizes[number]
+    tasks = tasks_of(recipe)
+    total = sum(task.num_bytes for task in tasks)
+    missing = [task for task in tasks if not storage.exists(_name("unit", task.index, "json"))]
+    finished = total - sum(task.num_bytes for task in missing)
+    for task in run_tasks([recipe], root.url, missing, concurrency):
+        finished += task.num_bytes
         if progress:
-            progress(finished, sum(sizes))
-    _merge(recipe, storage, len(jobs))
+            progress(finished, total)
+    _merge(recipe, storage, len(tasks))
     loaded = load(storage)
     assert loaded is not None, f"{storage.url}/{MANIFEST} vanished as it was made"
     return loaded
 
 
-def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
-    """Read and decode the files of one unit, and write its part of the index.
+def tasks_of(recipe: ImageRecipe) -> list[IndexTask]:
+    """Return a task for each unit, in the order of the images."""
+    jobs = [("train", *unit) for unit in image_sources.units(recipe.source)]
+    if recipe.eval_source is not None:
+        jobs += [("eval", *unit) for unit in image_sources.units(recipe.eval_source)]
+    return [IndexTask(number, *job) for number, job in enumerate(jobs)]
 
-    Memory: one file, and of Parquet all images of the unit.
-    """
-    origin, files = job
-    storage = open_storage(url)
-    source = recipe.source if origin == TRAIN_ROOT else recipe.eval_source
-    assert source is not None
-    rows: dict[str, list[tuple[Any, ...]]] = {split: [] for split in SPLITS}
-    names: dict[str, int] = {}
-    labels: dict[str, int] = {}
-    copies: list[bytes] = []
-    copied = 0
-    bad: Counter[str] = Counter()
-    examples: list[tuple[str, str]] = []
-    records = 0
-    try:
-        for image in sources.read(source.root, source.format, files):
+
+@dataclass(frozen=True)
+class IndexTask:
+    """What a Ray task does: decode the images of a unit, and write its part of the index."""
+
+    index: int
+    """Of the unit."""
+    origin: str
+    """`train`, or `eval` for the source of held-out images."""
+    files: list[DataFile]
+    num_bytes: int
+    source: int = 0
+    """There is one recipe."""
+
+    def place(self, recipe: ImageRecipe) -> str:
+        """Return the first file that it reads, and the number of the others."""
+        return f"{self.files[0].name} (and {len(self.files) - 1} more files)"
+
+    def run(self, recipe: ImageRecipe, url: str, folder: str) -> None:
+        """Do it by its recipe, in `folder` of the URL.
+
+        Memory: one file, and of Parquet all images of the unit.
+
+        Raises:
+            SourceError: a container cannot be read, or memory is full.
+        """
+        storage = open_storage(url) / folder
+        source = recipe.source if self.origin == "train" else recipe.eval_source
+        assert source is not None
+        rows: dict[str, list[tuple[Any, ...]]] = {split: [] for split in SPLITS}
+        names: dict[str, int] = {}
+        labels: dict[str, int] = {}
+        copies: list[bytes] = []
+        copied = records = 0
+        bad: Counter[str] = Counter()
+        examples: list[tuple[str, str]] = []
+        for image in image_sources.read(source, self.files):
             records += 1
             try:
-                problem = sources.problem_of(image)
+                problem = image_sources.problem_of(image)
             except MemoryError as error:
                 raise SourceError(
                     f"{image.name} cannot be decoded: this machine's memory is full. Set a lower "
@@ -108,29 +128,26 @@ def index_unit(recipe: ImageRecipe, url: str, number: int, job: Job) -> None:
                 ) from error
             if problem is not None:
                 bad[problem] += 1
-                if len(examples) < MAX_EXAMPLES:
-                    examples.append((image.name, problem))
+                examples.append((image.name, problem))
                 continue
-            root, file, offset = origin, image.file, image.offset
+            root, file = TRAIN_ROOT if self.origin == "train" else EVAL_ROOT, image.file
+            offset, size = image.offset, len(image.data)
             if offset < 0:  # of Parquet
-                root, file, offset = OWN_ROOT, _copies_name(number), copied
+                root, file, offset = OWN_ROOT, _name("images", self.index, "bin"), copied
                 copies.append(image.data)
-                copied += len(image.data)
-            held = origin == EVAL_ROOT or is_held_out(image.name, recipe.eval_fraction)
+                copied += size
+            held = self.origin == "eval" or is_held_out(image.name, recipe.eval_fraction)
             name = names.setdefault(file, len(names))
             label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
-            size, digest = len(image.data), digest_of(image.data)
+            digest = digest_of(image.data)
             rows["eval" if held else "train"].append((root, name, 0, offset, size, label, digest))
-    except SourceError as error:
-        storage.write(_summary_name(number), json.dumps({"error": str(error)}).encode())
-        return
-    if copies:
-        storage.write(_copies_name(number), b"".join(copies))
-    for split in SPLITS:
-        part = packed(np.array(rows[split], RECORD), list(names), list(labels))
-        storage.write(f"{split}-{number:05d}.npz", part)
-    summary = {"records": records, "bad": dict(bad), "examples": examples}
-    storage.write(_summary_name(number), json.dumps(summary).encode())
+        if copies:
+            storage.write(_name("images", self.index, "bin"), b"".join(copies))
+        for split in SPLITS:
+            part = packed(np.array(rows[split], RECORD), list(names), list(labels))
+            storage.write(_name(split, self.index, "npz"), part)
+        summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
+        storage.write(_name("unit", self.index, "json"), json.dumps(summary).encode())
 
 
 def is_held_out(name: str, fraction: float) -> bool:
@@ -149,46 +166,14 @@ def class_names(labels: set[str]) -> list[str]:
     return sorted(labels, key=lambda label: (int(label) if numbers else 0, label))
 
 
-def _run_units(
-    recipe: ImageRecipe, url: str, jobs: list[Job], missing: list[int], concurrency: int | None
-) -> Iterator[int]:
-    """Run the missing units as Ray Data tasks and yield their numbers as they end."""
-    if not missing:
-        return
-    import ray.data
-
-    def bare(source: sources.ImageSource | None) -> Any:
-        """Drop the list of files, which may be long: a unit names its own."""
-        return source and sources.ImageSource(source.root, source.format, ())
-
-    light = ImageRecipe(bare(recipe.source), bare(recipe.eval_source), recipe.eval_fraction)
-
-    def work(row: dict[str, Any]) -> dict[str, Any]:
-        index_unit(light, url, int(row["number"]), pickle.loads(row["job"]))
-        return {"number": row["number"]}
-
-    items = [{"number": number, "job": pickle.dumps(jobs[number])} for number in missing]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items))
-    mapped = dataset.map(work, concurrency=concurrency)
-    # By default Ray Data fails after 30 minutes without a result; one file may take longer.
-    mapped.context.execution_no_progress_timeout_s = -1
-    for row in mapped.iter_rows():
-        yield int(row["number"])
-
-
 def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
     """Join the parts of all units, in their order, and write the manifest."""
     with ThreadPoolExecutor(READERS) as pool:
-        texts = list(pool.map(lambda n: storage.read(_summary_name(n)), range(count)))
+        texts = pool.map(storage.read, (_name("unit", n, "json") for n in range(count)))
         summaries = [json.loads(text) for text in texts]
-        failed = [(n, each["error"]) for n, each in enumerate(summaries) if "error" in each]
-        if failed:
-            for number, _ in failed:  # so that the next command reads the unit again
-                storage.delete(_summary_name(number))
-            raise SourceError(failed[0][1])
         parts = {}
         for split in SPLITS:
-            files = [f"{split}-{number:05d}.npz" for number in range(count)]
+            files = [_name(split, number, "npz") for number in range(count)]
             parts[split] = [unpacked(data) for data in pool.map(storage.read, files)]
     classes = class_names(
         {labels[i] for records, _, labels in parts["train"] for i in set(records["label"].tolist())}
@@ -199,9 +184,7 @@ def _merge(recipe: ImageRecipe, storage: Storage, count: int) -> None:
         storage.write(f"{split}.records", merged[split].tobytes())
         storage.write(f"{split}.names", names)
     train = merged["train"]
-    bad: Counter[str] = Counter()
-    for each in summaries:
-        bad.update(each["bad"])
+    bad = sum((Counter(each["bad"]) for each in summaries), Counter[str]())
     examples = [example for each in summaries for example in each["examples"]][:MAX_EXAMPLES]
     source, held = recipe.source, recipe.eval_source
     manifest = {
@@ -229,7 +212,7 @@ def _joined(
         SourceError: held-out images are of a class that no training image has.
     """
     numbers = {name: number for number, name in enumerate(classes)}
-    joined, texts, at = [], [], 0
+    joined, texts, at = [], list[bytes](), 0
     for records, names, labels in parts:
         used = sorted(set(records["label"].tolist()))
         unknown = [labels[i] for i in used if labels[i] not in numbers]
@@ -239,25 +222,18 @@ def _joined(
                 f"{', '.join(unknown[:5])}. Give held-out images of the same classes"
             )
         encoded = [name.encode() for name in names]
-        starts = at + np.cumsum([0, *(len(name) for name in encoded)])
-        records = records.copy()
-        if len(records):
-            places = records["name_at"].astype(np.int64)
-            records["name_at"] = starts[places]
-            records["name_size"] = np.array([len(name) for name in encoded])[places]
-            table = np.zeros(max(used) + 1, np.int32)
-            for i in used:
-                table[i] = numbers[labels[i]]
-            records["label"] = table[records["label"]]
+        sizes = np.array([len(name) for name in encoded], np.int64)
+        table = np.array([numbers.get(label, -1) for label in labels], np.int32)
+        records, files = records.copy(), records["name_at"].astype(np.int64)
+        records["name_at"] = (at + np.cumsum(sizes) - sizes)[files]
+        records["name_size"] = sizes[files]
+        records["label"] = table[records["label"]]
         joined.append(records)
         texts += encoded
-        at = int(starts[-1])
+        at += int(sizes.sum())
     return np.concatenate(joined), b"".join(texts)
 
 
-def _summary_name(number: int) -> str:
-    return f"unit-{number:05d}.json"
-
-
-def _copies_name(number: int) -> str:
-    return f"images-{number:05d}.bin"
+def _name(kind: str, number: int, ending: str) -> str:
+    """Return the name of a unit's file."""
+    return f"{kind}-{number:05d}.{ending}"

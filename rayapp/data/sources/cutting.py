@@ -8,11 +8,12 @@ a hash of the piece says so: a file that is added or removed changes the blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import groupby, pairwise
+from typing import TypeVar
 
 from rayapp.data.sources import hub
 from rayapp.data.sources.formats import is_stream
@@ -35,6 +36,7 @@ READERS = 16  # Parquet footers read at once
 SMALL = 1 / 4  # of a cell: pieces below that share a block
 MEAN = 1 / 2  # of a cell: mean size of shared blocks; none is larger than a cell
 
+Item = TypeVar("Item")
 Entry = tuple[int, Piece, Piece]  # number of a unit, piece of a block, the unit's piece
 
 
@@ -108,18 +110,25 @@ def _all_pieces(
 
 def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
     """Group consecutive (piece, bytes) into units of at most `unit_bytes`, or one larger piece."""
-    grouped: list[ReadUnit] = []
-    current: list[Piece] = []
-    size = 0
-    for piece, num_bytes in pieces:
-        if current and size + num_bytes > unit_bytes:
-            grouped.append(ReadUnit(len(grouped), tuple(current), size))
-            current, size = [], 0
-        current.append(piece)
-        size += num_bytes
-    if current:
-        grouped.append(ReadUnit(len(grouped), tuple(current), size))
-    return grouped
+    each = enumerate(runs(pieces, unit_bytes))
+    return [ReadUnit(number, tuple(part), size) for number, (part, size) in each]
+
+
+def runs(items: Iterable[tuple[Item, int]], most: int) -> Iterator[tuple[list[Item], int]]:
+    """Group consecutive (item, bytes) into runs of at most `most` bytes, or of one larger item.
+
+    Yield each run with its bytes.
+    """
+    run: list[Item] = []
+    held = 0
+    for item, size in items:
+        if run and held + size > most:
+            yield run, held
+            run, held = [], 0
+        run.append(item)
+        held += size
+    if run:
+        yield run, held
 
 
 def _pieces(

@@ -1,9 +1,0 @@
-terraform {
-  required_version = ">= 1.11"
-  required_providers {
-    aws = {
-      source  = "hashicorp/aws"
-      version = "5.100.0"
-    }
-  }
-}
