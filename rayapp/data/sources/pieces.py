@@ -266,11 +266,7 @@ def _hashed(storage: Readable, piece: Piece, ranges: list[tuple[int, int]]) -> s
     """Hash (offset, length) of a file's bytes."""
     digest = blake2b(digest_size=16)
     for offset, length in ranges:
-        for start, size in _chunks(offset, length):
+        for start in range(offset, offset + length, CHUNK):
+            size = min(CHUNK, offset + length - start)
             digest.update(storage.read(piece.file, start, size, piece.etag))
     return digest.hexdigest()
-
-
-def _chunks(offset: int, length: int) -> Iterator[tuple[int, int]]:
-    for start in range(offset, offset + length, CHUNK):
-        yield start, min(CHUNK, offset + length - start)
