@@ -33,7 +33,7 @@ from test_data_sources import read
 from test_data_sources_streams import PACKED, WRITERS
 from test_finetune_check import check
 from test_model import make_folder
-from test_observe_run_files import made, told  # noqa: F401  a fixture
+from test_observe_run_folder import made, told  # noqa: F401  a fixture
 from test_train_checkpoint import alone, resumed, save
 from transformers import AutoTokenizer
 

@@ -35,7 +35,7 @@ from rayapp.data.recipe import RowRecipe
 from rayapp.data.token_rows import local_steps
 from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
-from rayapp.order import Order
+from rayapp.order import Order, StepCounts
 from rayapp.storage import open_storage
 from rayapp.train import loop, optimizer, schedule
 from rayapp.train import rank as rank_module
@@ -656,8 +656,8 @@ class OneRow:
     def __init__(self, step: int, loss: float) -> None:
         self.step, self.loss = step, loss
 
-    def sums(self) -> tuple[int, ...]:
-        return (1,)
+    def counts(self) -> StepCounts:
+        return StepCounts(1)
 
     def digest(self) -> int:
         return 0
@@ -763,8 +763,20 @@ def test_a_first_step_without_a_gradient_ends_the_run(
         list(loop.train(engine, [OneRow(0, 0.0)]))
     assert len(list(loop.train(engine, [OneRow(0, 1.0), OneRow(1, 0.0)]))) == 2
     empty = OneRow(0, 0.0)
-    empty.sums = lambda: (0,)  # type: ignore[method-assign,return-value,assignment]
+    empty.counts = lambda: StepCounts(0)  # type: ignore[method-assign]
     assert len(list(loop.train(engine, [empty]))) == 1, "no token of it bears loss"
+
+
+def test_figures_of_a_loss_are_in_the_line_by_their_names(engine: Engine) -> None:
+    """Without a place that lists them; they cannot hide a figure of the step."""
+    engine.take_sums = lambda: {"margin": torch.tensor(6.0)}
+    empty = OneRow(0, 1.0)
+    empty.counts = lambda: StepCounts(3)  # type: ignore[method-assign]
+    (line,) = loop.train(engine, [empty])
+    assert line["margin"] == 2.0 and line["loss"] == 1.0 / 3.0  # type: ignore[typeddict-item]
+    engine.take_sums = lambda: {"loss": torch.tensor(6.0)}
+    with pytest.raises(AssertionError, match="names of their own"):
+        list(loop.train(engine, [OneRow(0, 1.0)]))
 
 
 def test_a_level_that_stays_is_trained_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -804,8 +816,9 @@ def test_weights_that_a_save_reads_do_not_change(engine: loop.Engine) -> None:
 def test_an_evaluation_drops_nothing_out_and_training_goes_on(engine: loop.Engine) -> None:
     modes: list[bool] = []
     engine.model.register_forward_hook(lambda *call: modes.append(engine.model.training))
-    found = loop.evaluate(engine, [OneRow(0, 1.0)] * 2, lambda batch, i, out: [float(out[1]), 1.0])
-    assert found == [2.0, 2.0] and modes == [False, False] and engine.model.training
+    batches = [OneRow(0, 1.0)] * 2
+    found = loop.evaluate(engine, batches, lambda batch, i, out: {"loss": out[1].item(), "rows": 1})
+    assert found == {"loss": 2.0, "rows": 2.0} and modes == [False, False] and engine.model.training
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])

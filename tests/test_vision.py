@@ -261,7 +261,7 @@ def oracle(
     losses, norms, rows = [], [], spec.data.rows("train")
     for step in range(steps):
         batch = step_images(rows, spec.config.data, spec.order, step, 0, 1)
-        count = int(batch.sums()[0])
+        count = int(batch.counts().images)
         total = 0.0
         flat = [getattr(batch, n) for n in ("images", "labels", "others", "shares", "rows")]
         pixels, labels, mixed, shares, ids = (a.reshape(-1, *a.shape[2:]) for a in flat)

@@ -117,7 +117,7 @@ def check(argv: list[str]) -> int:
 def _show(verdicts: list[Verdict]) -> None:
     from rich.table import Table
 
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     table = Table("consumer", "opens", "stops", "text equal", box=None, pad_edge=False)
     said = {True: "yes", False: "no", None: "-"}
@@ -146,7 +146,7 @@ def publish(argv: list[str]) -> int:
         print(PUBLISH)
         return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
-    from rayapp.observe.origin import redacted
+    from rayapp.observe.plain import redacted
     from rayapp.report.publish import PublishError
     from rayapp.report.publish import publish as send
 

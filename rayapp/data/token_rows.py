@@ -22,7 +22,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
-from rayapp.order import EMPTY, Order, row_digest
+from rayapp.order import EMPTY, Order, StepCounts, row_digest
 from rayapp.storage import Storage, StorageError
 
 READERS = 16  # concurrent ranged GETs
@@ -80,19 +80,16 @@ class StepRows:
     values: np.ndarray[Any, Any] | None = None
     """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
 
-    def sums(self) -> tuple[int, ...]:
-        """Return loss-bearing tokens, tokens, attended pairs of tokens, and loss-bearing bytes.
-
-        Of several sources, the loss-bearing tokens of each follow. A document of n tokens has
-        n (n + 1) / 2 pairs.
-        """
+    def counts(self) -> StepCounts:
+        """Return the counts of this rank's rows; the loss-bearing tokens divide the loss."""
         targets = (self.labels != IGNORE).sum(-1)  # [m, b]
-        return (
-            int(targets.sum()),
-            int((self.segments != 0).sum()),
-            attended_pairs(self.segments),
-            int(self.target_bytes.sum()),
-            *(int(targets[mine].sum()) for mine in self.of_source()),
+        return StepCounts(
+            weight=int(targets.sum()),
+            tokens=int((self.segments != 0).sum()),
+            targets=int(targets.sum()),
+            attended_pairs=attended_pairs(self.segments),
+            target_bytes=int(self.target_bytes.sum()),
+            targets_by_source=tuple(int(targets[mine].sum()) for mine in self.of_source()),
         )
 
     def of_source(self) -> np.ndarray[Any, Any]:

@@ -38,12 +38,12 @@ from rayapp.jobs.ray_address import address_of
 from rayapp.jobs.results import Result
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
-from rayapp.observe.console import Console as PlainConsole
-from rayapp.observe.events import Journal
+from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
-from rayapp.observe.origin import submission_id
-from rayapp.observe.records import MetricsLine, RunResult, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.plain import Console as PlainConsole
+from rayapp.observe.records import RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of, stays
 from rayapp.observe.run_folder import ASKED, DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result

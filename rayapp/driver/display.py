@@ -19,10 +19,10 @@ from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.figures import label, shown, text
-from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
+from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
+from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
-from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
-from rayapp.observe.words import clock
+from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -106,7 +106,7 @@ class ProgressBar:
 
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
-    names = ("loss_per_byte", "own_loss", unit_of(line).per_s, "eval_loss", "eval_top1")
+    names = ("loss_per_byte", *own_figures(line), unit_of(line).per_s, "eval_loss", "eval_top1")
     return _with_metrics(line, ("loss", *_known(line, names)), "  ")
 
 
@@ -132,15 +132,15 @@ def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEAD:
+    for head in TASK_HEAD:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
-    for row in rows(results):
+    for row in task_rows(results):
         table.add_row(*map(Text, row))
     console.print(table)
-    for _, _, answered in answers(results):
+    for _, _, answered in task_answers(results):
         for item in answered[:MOST_ITEMS]:
-            for what, said in zip(SHOWN, item, strict=True):
+            for what, said in zip(TASK_SHOWN, item, strict=True):
                 text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)

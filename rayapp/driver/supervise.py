@@ -28,10 +28,11 @@ from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
+from rayapp.observe.attempts import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.clock import CLOCK, Call, Clock
-from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
-from rayapp.observe.records import MetricsLine, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Summary
 from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import (
     CONFIG,

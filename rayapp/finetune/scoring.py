@@ -27,7 +27,7 @@ from rayapp.finetune.build import Parts
 from rayapp.finetune.samples import generated
 from rayapp.observe.records import Estimate, ScoredItem, TaskResult
 from rayapp.observe.run_folder import items_file
-from rayapp.observe.task_scores import LOSS
+from rayapp.observe.words import TASK_LOSS
 from rayapp.storage import Storage
 from rayapp.train.engine import Engine, inputs
 from rayapp.train.loop import Interrupted
@@ -139,7 +139,7 @@ def score_tasks(
     scored, figures = list[ScoredItem](), dict[str, float | None]()
     for each in tasks:
         engine.phases.begin("scoring", each.name)
-        how = _losses if each.task.score == LOSS else partial(_answers, stops=stops)
+        how = _losses if each.task.score == TASK_LOSS else partial(_answers, stops=stops)
         found = how(each, parts, engine, room)
         scored += found
         figures[each.name] = _figure(each, found)["value"]
@@ -242,7 +242,7 @@ def _told(task: TaskItems, item: Item) -> ScoredItem:
 
 
 def _figure(task: TaskItems, scored: Sequence[ScoredItem]) -> Estimate:
-    if task.task.score == LOSS:
+    if task.task.score == TASK_LOSS:
         nats, tokens = zip(*((each["nats"], each["tokens"]) for each in scored), strict=True)
         return estimated_loss(nats, tokens)
     return estimate([each["right"] for each in scored])
@@ -281,7 +281,7 @@ def _compared(
         "before": _figure(task, before) if before else None,
         "after": _figure(task, after),
     }
-    if task.task.score != LOSS:
+    if task.task.score != TASK_LOSS:
         result["shown"] = [
             {
                 "asked": item["asked"],

@@ -20,10 +20,9 @@ from rayapp.data.kinds import takes_template
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
-from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import MODEL
-from rayapp.observe.task_scores import rows
+from rayapp.observe.plain import redacted
+from rayapp.observe.run_folder import MODEL, DamagedFile
+from rayapp.observe.words import task_rows
 from rayapp.report.chart import evenly, smooth, svg
 from rayapp.report.folder import ReportedRun, read
 from rayapp.report.pages import environment
@@ -184,7 +183,7 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
     ):
         if (value := run.held_last(name)) is not None:
             yield [what, text(name, value)]
-    for name, items, what, before, after in rows(run.result.get("tasks") or {}):
+    for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
         yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
     if check := run.result.get("export_check"):
         told = f"names and shapes of all tensors are equal (not opened: {check['why']})"

@@ -16,6 +16,7 @@ from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.columns import Array
 from rayapp.observe.figures import label
+from rayapp.observe.metrics import FIELDS
 from rayapp.observe.records import band_of
 from rayapp.report.chart import (
     AREA,
@@ -61,6 +62,7 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
     charts += [
         _own_loss(runs),
+        *(_overlaid(runs, f"figure-{name}", name, name) for name in _own_names(runs)),
         *([_step_time(runs[0])] if alone else []),
         _throughput(runs),
         _memory(runs[0]) if alone else memory,
@@ -224,6 +226,11 @@ def _loss_note(run: ReportedRun) -> str:
     if skipped := int(np.nansum(run.columns["skipped"])):
         parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
     return " ".join(parts)
+
+
+def _own_names(runs: Sequence[ReportedRun]) -> list[str]:
+    """Return the figures that the losses of all runs tell besides (see `metrics.own_figures`)."""
+    return [n for n in runs[0].columns if n not in FIELDS and all(n in run.columns for run in runs)]
 
 
 def _own_loss(runs: Sequence[ReportedRun]) -> Chart:

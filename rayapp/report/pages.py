@@ -21,10 +21,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rayapp.config import ConfigError
-from rayapp.observe import task_scores, words
-from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import METRICS, REPORT
+from rayapp.observe import words
+from rayapp.observe.plain import redacted
+from rayapp.observe.run_folder import METRICS, REPORT, DamagedFile
 from rayapp.report import comparison, evaluations, tables, timeline
 from rayapp.report.chart import BUCKETS
 from rayapp.report.charts import charts_of
@@ -172,6 +171,6 @@ def environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"number": words.number, "duration": words.duration}
-    modules = (comparison, evaluations, tables, task_scores, timeline)
+    modules = (comparison, evaluations, tables, timeline, words)
     environment.globals |= {each.__name__.rpartition(".")[2]: each for each in modules}
     return environment

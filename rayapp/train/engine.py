@@ -12,8 +12,9 @@ from torch import nn
 
 from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import HeldOut, LoopState
+from rayapp.observe.metrics import HeldOut, MetricsLine
+from rayapp.observe.records import LoopState
+from rayapp.order import StepCounts
 from rayapp.train.loss_spikes import WINDOW, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.step_sums import Sums
@@ -31,8 +32,8 @@ class Batch(Protocol):
     def rows(self) -> np.ndarray[Any, Any]:
         """int64 [m, b]: the number of each row in the data set, EMPTY where there is no row."""
 
-    def sums(self) -> tuple[int, ...]:
-        """Return the counts to sum over ranks; the first is the weight that divides the loss."""
+    def counts(self) -> StepCounts:
+        """Return the counts to sum over ranks."""
 
     def digest(self) -> int:
         """Return the sum of the rows' digests, to be summed over ranks."""
@@ -81,13 +82,13 @@ class Engine:
     """Why the loop ended before the last step (STOP or MOVE), else STAY."""
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
-    ranks. A record has them summed over ranks and divided by the weight of the batch."""
-    take_counts: Callable[[], torch.Tensor | None] = field(default=lambda: None)
+    ranks. Each is a figure of the step's line: summed over ranks, divided by the weight."""
+    take_expert_tokens: Callable[[], torch.Tensor | None] = field(default=lambda: None)
     """Return the tokens that each expert was given in the step's micro-batches on this rank,
     [layers, experts]; None without experts."""
     by_source: bool = False
     experts: torch.Tensor | None = None
-    """The sum of these counts over ranks and the steps of this attempt."""
+    """The sum of `take_expert_tokens` over ranks and the steps of this attempt."""
     spikes: Spikes | None = None
     """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
     skip_bad: bool = False
@@ -99,9 +100,9 @@ class Engine:
     eval_owed: bool = False
     """Whether the last evaluation that was due was left out or given up."""
     unit: Unit = TOKENS
-    record: Callable[[dict[str, Any], tuple[int, ...], Sums, float], StepRecord] | None = None
-    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sums
-    of the losses, seconds without checkpoint stalls and evaluation)."""
+    record: Callable[[dict[str, Any], StepCounts, Sums, float], MetricsLine] | None = None
+    """Make a step's line of metrics.jsonl from (fields common to all kinds, counts over all ranks,
+    sums of the losses, seconds without checkpoint stalls and evaluation)."""
     last_of_step: Callable[[bool], None] = field(default=lambda last: None)
     """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
@@ -122,11 +123,6 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device)
-
-    def count(self, counts: torch.Tensor | None) -> None:
-        """Add a step's counts of tokens by expert."""
-        if counts is not None:
-            self.experts = counts if self.experts is None else self.experts + counts
 
     def state(self) -> LoopState:
         """Return what a checkpoint holds of the loop."""

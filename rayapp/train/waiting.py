@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rayapp.observe.clock import CLOCK, Call
+from rayapp.order import StepCounts
 from rayapp.train.engine import Batch, Engine
 from rayapp.train.step_sync import STAY, Agreement, Totals
 
@@ -33,7 +34,7 @@ def next_batch(
         totals = ask_all(engine, int(missing)).wait()
         if leave := leave_of(engine, totals):
             return None, leave
-        if not totals.sums[0]:
+        if not totals.counts.weight:
             return fetched.result(), STAY
 
 
@@ -50,4 +51,4 @@ def leave_now(engine: Engine) -> int:
 def ask_all(engine: Engine, count: int) -> Agreement:
     """Start to agree, outside of a step, on the sum of `count` and on whether to leave."""
     leave, poll = engine.leave_due(), engine.poll_due()
-    return Agreement((count,), 0, save=False, leave=leave, poll=poll, group=engine.control)
+    return Agreement(StepCounts(count), 0, save=False, leave=leave, poll=poll, group=engine.control)

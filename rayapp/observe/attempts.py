@@ -1,14 +1,31 @@
-"""Classify how an attempt to train ended, by the errors of Ray, its workers and the disk."""
+"""How an attempt to train ended, and its log, logs/attempt-N.txt.
+
+    ending = ending_of(error, last_line, began)
+    read_log(run)                          # the newest
+    read_log(run, attempt=3, rank=1)       # the error of a rank that died in attempt 3
+    follow_log(run, ended)                 # what is added, until the run has ended
+
+An ending is classified by the errors of Ray, its workers and the disk. Attempt N is the Nth time
+that the driver started workers. Its log has what the driver printed, before it too, then the errors
+of dead ranks, the one that came first last, and at its end how the attempt ended.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from rayapp.observe.records import MetricsLine, Summary
+from rayapp.config import ConfigError
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.plain import plain_text
+from rayapp.observe.records import Summary
+from rayapp.observe.run_folder import LOGS
 from rayapp.observe.words import last_line
-from rayapp.storage import StorageError
+from rayapp.storage import Storage, StorageError
 from rayapp.storage.local import LOCAL_REASONS
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
@@ -48,6 +65,13 @@ FINAL = (
     ),
     " is not usable: it ",
 )
+
+MOST_ERRORS = 16
+ERROR_CHARACTERS = 20_000
+SECTION = "==== "
+GOES_ON = "it goes on"  # the end of a log whose attempt has not ended
+POLL_S, POLL_S3_S = 1.0, 5.0
+LOG = re.compile(rf"{LOGS}/attempt-([1-9][0-9]{{0,8}})\.txt")
 
 
 @dataclass(frozen=True)
@@ -188,3 +212,125 @@ def _reason(error: BaseException) -> str:
         return killed
     text = last_line(error).split(" Some common causes include")[0]
     return text.rpartition("Worker exit detail: ")[2].rstrip(".")
+
+
+# ---- Logs ------------------------------------------------------------------------------------
+
+
+def log_name(attempt: int) -> str:
+    """Return the name of an attempt's log in the run's folder."""
+    return f"{LOGS}/attempt-{attempt}.txt"
+
+
+def render_log(head: str, output: str, errors: Mapping[str, str], ending: str) -> str:
+    """Return the text of a log; `errors` by the section's name, the first cause last."""
+    last = list(errors.items())[-MOST_ERRORS:]
+    sections = [("driver", output), *((name, text[-ERROR_CHARACTERS:]) for name, text in last)]
+    sections.append(("end", ending))
+    return head + "\n" + "".join(f"{SECTION}{name}\n{_body(text)}" for name, text in sections)
+
+
+def _body(text: str) -> str:
+    """Return the lines of a section, of which none looks like a section's first line."""
+    lines = plain_text(text).splitlines()
+    return "".join(f"{' ' if line.startswith(SECTION) else ''}{line}\n" for line in lines)
+
+
+def logged(run: Storage) -> list[int]:
+    """Return the attempts whose logs are kept, in order."""
+    matches = (LOG.fullmatch(entry.name) for entry in run.list(LOGS))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_log(run: Storage, attempt: int | None = None, rank: int | None = None) -> str:
+    """Return the log of an attempt, by default the newest, or the error of one of its ranks.
+
+    Raises:
+        ConfigError: it is not kept, or no such rank has failed.
+    """
+    kept = logged(run)
+    if not kept:
+        raise ConfigError([_none_of(run)])
+    attempt = kept[-1] if attempt is None else attempt
+    if attempt not in kept:
+        there = ", ".join(map(str, kept))
+        raise ConfigError([f"attempt={attempt} has no log in {run.url}. Set one of {there}"])
+    text = plain_text(run.read(log_name(attempt)).decode(errors="replace"))
+    if rank is None:
+        return text
+    sections = _sections(text)
+    if f"rank {rank}" not in sections:
+        failed = ", ".join(name[len("rank ") :] for name in sections if name.startswith("rank "))
+        instead = f"Set one of {failed}" if failed else "Leave rank out to see the driver's output"
+        raise ConfigError([f"rank={rank} has left no error in attempt {attempt}. {instead}"])
+    return sections[f"rank {rank}"]
+
+
+def follow_log(run: Storage, ended: Callable[[], bool]) -> Iterator[str]:
+    """Yield the newest log, then what is added to it and to later ones, until the run has ended.
+
+    The driver stores a log whole, and only its last part if it is long. Between two looks at S3
+    pass POLL_S3_S, elsewhere POLL_S.
+
+    Raises:
+        ConfigError: the run has ended and has left no log.
+    """
+    number, shown, known = 0, list[str](), dict[int, str]()
+    while True:
+        last = ended()  # before the look, which then sees all
+        etags = _etags(run)
+        if not number and etags:
+            number = max(etags)
+            known = {other: etag for other, etag in etags.items() if other < number}
+        for changed in sorted(each for each in etags if etags[each] != known.get(each)):
+            known[changed] = etags[changed]
+            lines = _for_reader(plain_text(run.read(log_name(changed)).decode(errors="replace")))
+            added = lines[_overlap(shown, lines) :] if changed == number else lines
+            number, shown = changed, lines
+            if added:
+                yield "".join(f"{line}\n" for line in added)
+        if last:
+            if not number:
+                raise ConfigError([_none_of(run)])
+            return
+        time.sleep(POLL_S if run.local_path() else POLL_S3_S)
+
+
+def _none_of(run: Storage) -> str:
+    return (
+        f"run={run.url} has no log: its driver has not stored one. Look at the terminal or "
+        "notebook that it was started in"
+    )
+
+
+def _etags(run: Storage) -> dict[int, str]:
+    matches = ((LOG.fullmatch(entry.name), entry.etag) for entry in run.list(LOGS))
+    return {int(match[1]): etag for match, etag in matches if match}
+
+
+def _for_reader(text: str) -> list[str]:
+    """Return the lines of a log without its head, and without its end if that is still open."""
+    lines = text.partition(f"{SECTION}driver\n")[2].splitlines()
+    return lines[:-2] if lines[-2:] == [f"{SECTION}end", GOES_ON] else lines
+
+
+def _overlap(before: list[str], after: list[str]) -> int:
+    """Return how many lines at the beginning of `after` are the end of `before`.
+
+    >>> _overlap(["a", "b", "b"], ["b", "b", "c"])
+    2
+    """
+    longest = min(len(before), len(after))
+    return next(n for n in range(longest, -1, -1) if before[len(before) - n :] == after[:n])
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Return {name: lines} of the sections of a log."""
+    sections, name = dict[str, str](), ""
+    for line in text.splitlines():
+        if line.startswith(SECTION):
+            name = line.removeprefix(SECTION)
+            sections[name] = ""
+        elif name:
+            sections[name] += f"{line}\n"
+    return sections

@@ -1,4 +1,4 @@
-"""Check that metrics.jsonl is whole while it is in segments, whenever its writer is killed."""
+"""Check that metrics.jsonl is whole while it is in parts, whenever its writer is killed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from test_observe_metrics import record, steps
 
-from rayapp.observe import metrics, segments
+from rayapp.observe import metrics, metrics_log
 from rayapp.observe.columns import Columns, Follower
-from rayapp.observe.metrics import MetricsLog, last
-from rayapp.observe.run_folder import METRICS, SEGMENTS
-from rayapp.observe.segments import Segments, backwards, blocks, cut, parts, seal
+from rayapp.observe.metrics import backwards, blocks, last, parts
+from rayapp.observe.metrics_log import MetricsLog, cut, part_name, seal
+from rayapp.observe.run_folder import METRICS, METRICS_PARTS
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.storage.local import LocalStorage
 
@@ -54,13 +54,6 @@ class Mortal(LocalStorage):
         return None
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let segments be of 3 lines, and merge 3 of them."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 100)
-    monkeypatch.setattr(segments, "FAN", 3)
-
-
 def line(number: int) -> bytes:
     return b'{"step": %6d, "attempt": 1, "time": 2}\n' % number
 
@@ -69,44 +62,37 @@ def content(storage: Storage) -> bytes:
     return b"".join(data for _, data in blocks(storage))
 
 
-def append(storage: Storage, first: int, count: int) -> bytes:
-    """Write lines as a run does, one after the other; return the bytes of the last segment."""
-    tail, data = Segments(storage), b""
+def append(storage: Storage, first: int, count: int) -> Iterator[bytes]:
+    """Write lines as MetricsLog does, in parts of 3; yield each after it is stored."""
+    listed = parts(storage)
+    start, data = listed[-1].end if listed else 0, b""
     for number in range(first, first + count):
         data += line(number)
-        tail.put(data)
-        if len(data) >= segments.SEGMENT_BYTES:
-            tail.end(len(data))
-            data = b""
-    return data
+        storage.write(part_name(start), data)
+        if len(data) >= 3 * len(line(number)):
+            start, data = start + len(data), b""
+        yield line(number)
 
 
-def test_segments_stay_few_and_are_sealed(tmp_path: Path, small: None) -> None:
+def test_parts_are_sealed(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
-    whole = b"".join(map(line, range(1, 1001)))
-    append(storage, 1, 1000)
-    assert content(storage) == whole
-    assert len(parts(storage)) <= 3 * 6
+    whole = b"".join(map(line, range(1, 101)))
+    assert b"".join(append(storage, 1, 100)) == content(storage) == whole
+    assert len(parts(storage)) == 34
     seal(storage)
     assert [part.name for part in parts(storage)] == [METRICS]
-    assert storage.read(METRICS) == whole and storage.list(SEGMENTS) == []
+    assert storage.read(METRICS) == whole and storage.list(METRICS_PARTS) == []
 
 
-def test_a_killed_writer_leaves_all_that_it_has_stored(tmp_path: Path, small: None) -> None:
+def test_a_killed_writer_leaves_all_that_it_has_stored(tmp_path: Path) -> None:
     """Kill it at its 1st, 2nd ... write or deletion; the next attempt cuts, goes on and seals."""
     draw = random.Random(0)
-    for kill in range(1, 120):
-        storage = Mortal(str(tmp_path / str(kill)))
-        Mortal.left, stored, resumed = kill, b"", False
+    for case in range(40):
+        storage = Mortal(str(tmp_path / str(case)))
+        Mortal.left, stored, resumed = 1 + case % 20, b"", False
         try:
-            tail, data = Segments(storage), b""
-            for number in range(1, 31):
-                data += line(number)
-                tail.put(data)
-                stored += line(number)
-                if len(data) >= 40:
-                    tail.end(len(data))
-                    data = b""
+            for written in append(storage, 1, 12):
+                stored += written
             seal(storage)
         except Killed:
             pass
@@ -123,15 +109,15 @@ def test_a_killed_writer_leaves_all_that_it_has_stored(tmp_path: Path, small: No
         if not resumed:
             cut(storage, end)
         assert content(storage) == stored[:end]
-        append(storage, 100, 20)
+        appended = b"".join(append(storage, 100, 5))
         seal(storage)
-        assert storage.read(METRICS) == stored[:end] + b"".join(map(line, range(100, 120)))
-        assert storage.list(SEGMENTS) == []
+        assert storage.read(METRICS) == stored[:end] + appended
+        assert storage.list(METRICS_PARTS) == []
 
 
 def test_lines_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "FIRST_BYTES", 20)
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(metrics, "FIRST_BYTES", 20)
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 50)
     storage = open_storage(str(tmp_path))
     lines = [line(number) for number in range(1, 40)]
     storage.write(METRICS, b"".join(lines) + b'{"torn')
@@ -143,9 +129,8 @@ def test_lines_are_read_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 3_000)  # some 5 lines
-    monkeypatch.setattr(segments, "FAN", 4)
-    monkeypatch.setattr(metrics, "FLUSH_S", 0.0)
+    monkeypatch.setattr(metrics_log, "PART_BYTES", 3_000)  # some 5 lines
+    monkeypatch.setattr(metrics_log, "FLUSH_S", 0.0)
     storage = open_storage(f"s3://{s3_bucket}/run")
     written = 0
     put = type(storage).write
@@ -160,7 +145,7 @@ def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
         METRICS, b"".join(b'{"step": %d, "attempt": 3, "time": 1}\n' % n for n in range(1, 9))
     )
     followed = Follower(storage)
-    log = MetricsLog(storage, 6)  # of a run of before there were segments
+    log = MetricsLog(storage, 6)  # of a run that has left no parts
     assert log.attempt == 4 and steps(storage) == [1, 2, 3, 4, 5, 6]
     for step in range(7, 127):
         log.write(record(step, attempt=4))
@@ -173,7 +158,7 @@ def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
     assert len(parts(storage)) > 3
     size = parts(storage)[-1].end
     assert written < 10 * size, "it rewrites what it has written"
-    # Killed here: no `close`. The next attempt begins in the midst of a segment that was merged.
+    # Killed here: no `close`. The next attempt begins in the midst of a part.
     again = MetricsLog(storage, 41)
     assert followed.poll() == 41 and steps(storage) == list(range(1, 42))
     again.write(record(42, attempt=5))
@@ -185,31 +170,29 @@ def test_a_run_on_s3_writes_few_bytes_and_is_read_at_any_time(
     log.close()
 
 
-def test_a_folder_copied_in_the_midst_goes_on_locally(tmp_path: Path, small: None) -> None:
+def test_a_folder_copied_in_the_midst_goes_on_locally(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     storage.write(METRICS, line(1))
-    append(storage, 2, 20)
+    list(append(storage, 2, 20))
     assert steps(storage) == list(range(1, 22))
-    end = segments.parts(storage)[-1].end
+    end = metrics.parts(storage)[-1].end
     cut(storage, end - len(line(1)))
-    assert storage.list(SEGMENTS) == [] and steps(storage) == list(range(1, 21))
+    assert storage.list(METRICS_PARTS) == [] and steps(storage) == list(range(1, 21))
 
 
-def test_columns_are_what_the_lines_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read by pyarrow and by Python, with lines that lack fields or are damaged."""
+def test_columns_are_what_the_lines_say(tmp_path: Path) -> None:
+    """Also where lines lack fields."""
     storage = open_storage(str(tmp_path))
     log = MetricsLog(storage, 0)
     for step in range(1, 40):
         log.write(record(step, loss=float(step), mfu=None, skipped=step % 2 == 0))
     log.close()
     names = ("step", "loss", "mfu", "skipped", "images")
-    for few in (0, 10**9):
-        monkeypatch.setattr("rayapp.observe.columns.FEW_BYTES", few)
-        found = Columns.read(storage, names)
-        assert found["step"].tolist() == found["loss"].tolist() == list(range(1, 40))
-        assert found["skipped"].tolist() == [float(step % 2 == 0) for step in range(1, 40)]
-        assert all(value != value for name in ("mfu", "images") for value in found[name])
-        assert found.ends[-1] == storage.size(METRICS) and found.last == last(storage)
+    found = Columns.read(storage, names)
+    assert found["step"].tolist() == found["loss"].tolist() == list(range(1, 40))
+    assert found["skipped"].tolist() == [float(step % 2 == 0) for step in range(1, 40)]
+    assert all(value != value for name in ("mfu", "images") for value in found[name])
+    assert found.ends[-1] == storage.size(METRICS) and found.last == last(storage)
 
 
 def followed(storage: Storage) -> Columns:
@@ -227,15 +210,15 @@ def test_a_file_that_is_cut_while_it_is_read_is_read_again(
     line = {"step": 1, "attempt": 1, "time": 1.0}
     lines = [json.dumps({**line, "step": step}) + "\n" for step in (1, 2, 3)]
     storage.write(METRICS, "".join(lines).encode())
-    listing, cuts = segments.parts, [2]
+    listing, cuts = metrics.parts, [2]
 
-    def listed_before_the_cut(storage: Storage) -> list[segments.Part]:
+    def listed_before_the_cut(storage: Storage) -> list[metrics.Part]:
         found = listing(storage)
         if cuts:
             cut(storage, sum(map(len, lines[: cuts.pop()])))
         return found
 
-    monkeypatch.setattr(segments, "parts", listed_before_the_cut)
+    monkeypatch.setattr(metrics, "parts", listed_before_the_cut)
     found = reading(storage)
     if reading is metrics.last:
         assert found["step"] == 2
@@ -247,9 +230,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_read_again(
 def test_a_file_that_is_always_shorter_than_listed_is_not_read_without_end() -> None:
     def reading() -> None:
         tries.append(1)
-        raise segments.CutBackError("read", METRICS, "it has been cut back meanwhile")
+        raise metrics.CutBackError("read", METRICS, "it has been cut back meanwhile")
 
     tries = list[int]()
     with pytest.raises(StorageError, match="cut back"):
-        segments.uncut(reading)
-    assert len(tries) == segments.READINGS
+        metrics.read_again(reading)()
+    assert len(tries) == metrics.READINGS
