@@ -25,6 +25,7 @@ Runs
   report     report.html of a run, or one page that compares several
   generate   let a run's model write
   check      open a run's model in transformers, vLLM and llama.cpp, and compare
+  merge      make one model of a run's adapter and its base
   publish    send a run's model to the Hugging Face hub, with its card and licence
   du         what runs, rows and tokens take in a storage
   rm         remove a run

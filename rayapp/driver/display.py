@@ -6,6 +6,8 @@ LINE_EVERY_S seconds, and one for the last step.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +25,7 @@ from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
 from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
+from rayapp.storage import open_storage
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -186,8 +189,8 @@ def result(console: Console, result: RunResult) -> None:
 def next_steps(result: RunResult) -> list[str]:
     """Return what a user does with a run that is done: read its report, use its model.
 
-    >>> next_steps({"status": "done", "run": "runs/a", "model_path": "runs/a/model", "tokens": 9})
-    ['next: open runs/a/report.html', '      rayapp generate runs/a']
+    >>> next_steps({"status": "done", "run": "runs/a"})
+    ['next: open runs/a/report.html']
     """
     if result["status"] != DONE:
         return []
@@ -195,7 +198,10 @@ def next_steps(result: RunResult) -> list[str]:
     page = f"{run}/{REPORT}"
     lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
     if result.get("model_path") and unit_of(result) == TOKENS:
-        lines.append(f"      rayapp generate {run}")
+        command = "rayapp" if shutil.which("rayapp") else f"{sys.executable} -m rayapp"
+        lines.append(f"      {command} generate {run}")
+        if open_storage(result["model_path"]).exists("adapter_config.json"):
+            lines.append(f"      {command} merge {run}    # one model of the adapter and its base")
     return lines
 
 

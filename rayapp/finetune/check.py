@@ -327,7 +327,7 @@ def _tokenizer(
         which = f" named default (but {', '.join(found)})" if found else ""
         problems.append(
             f"data.kind={templated} is without a template: {name} has no chat_template{which}. Set "
-            "model.tokenizer to one that has one, data.chat_template, or data.kind=prompt if the "
+            "data.chat_template=chatml, model.tokenizer to another, or data.kind=prompt if the "
             "records can be prompts"
         )
     return tokenizer

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -171,6 +172,7 @@ def environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"number": words.number, "duration": words.duration}
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)  # a Python literal too
     modules = (comparison, evaluations, tables, timeline, words)
     environment.globals |= {each.__name__.rpartition(".")[2]: each for each in modules}
     return environment
