@@ -196,11 +196,8 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     )
 
 
-def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
-    """Check every source; give data.eval_path to the first source of the same kind.
-
-    `names` are the columns whose numbers train.loss takes.
-    """
+def _inputs(config: Config, values: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
+    """Check every source; give data.eval_path to the first source of the same kind."""
     field = "data.mixture" if config.data.mixture else "data.path"
     unknown = [name for name in config.data.columns if name not in shapes.NAMES]
     if unknown:
@@ -210,12 +207,12 @@ def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tupl
         )
     inputs = []
     for path, weight in config.data.weights.items():
-        if found := _source(config, path, field, names, problems):
+        if found := _source(config, path, field, values, problems):
             source, first = found
-            inputs.append(Input(path, weight, first.kind, source, None, first.unused, names))
+            inputs.append(Input(path, weight, first.kind, source, None, first.unused, values))
     if config.data.eval_path is None:
         return tuple(inputs)
-    found = _source(config, config.data.eval_path, "data.eval_path", names, problems)
+    found = _source(config, config.data.eval_path, "data.eval_path", values, problems)
     if found is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
     eval_source, first = found
@@ -247,12 +244,12 @@ def _without_read(entry: Input, template: str) -> Input:
 
 
 def _source(
-    config: Config, path: str, field: str, names: tuple[str, ...], problems: list[str]
+    config: Config, path: str, field: str, values: tuple[str, ...], problems: list[str]
 ) -> tuple[sources.DataSource, first_records.Inspected] | None:
     data = config.data
     try:
         source = sources.find(path, data.format)
-        found = first_records.inspect(path, source, data.kind, data.bad_rows, data.columns, names)
+        found = first_records.inspect(path, source, data.kind, data.bad_rows, data.columns, values)
         problems += [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
         return source, found
     except (sources.SourceError, StorageError) as error:
