@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rayapp.config import Config
 from rayapp.data.packing import IGNORE
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.data.tokens import byte_tokenizer
 from rayapp.finetune.build import make_parts
 from rayapp.order import StepCounts

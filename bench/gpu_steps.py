@@ -27,7 +27,7 @@ from rayapp import hardware, model
 from rayapp.config import Config, VisionConfig, load
 from rayapp.data.images.batches import StepImages
 from rayapp.data.packing import position_ids
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.hardware import GIB
 from rayapp.model.classifier import forward_flops, shape_of_classifier
 from rayapp.model.init import allocate, local_part

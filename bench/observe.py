@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from loop_alone import spec_of
 from ports import free_port
 
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.driver.observe import Observer
 from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 from rayapp.observe import trackers

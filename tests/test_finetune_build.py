@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.data import tokens
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.finetune.build import Head, make_parts, technique_problems
-from rayapp.finetune.prepare import count_parameters
+from rayapp.finetune.prepared_run import count_parameters
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.storage import open_storage
 from rayapp.train import loop

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM
 
 from rayapp.config import Config, from_dict
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import samples
 from rayapp.finetune.build import make_parts

@@ -28,7 +28,7 @@ from damage import damage_one, of_bytes, of_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import as_folder, as_parquet, as_tars, drawn, indexed
-from test_data_prepare import here, recipe, small_units, tokenizer_url  # noqa: F401  fixtures
+from test_data_preparation import here, recipe, small_units, tokenizer_url  # noqa: F401  fixtures
 from test_data_sources import read
 from test_data_sources_streams import PACKED, WRITERS
 from test_finetune_check import check

@@ -28,10 +28,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp import model
 from rayapp.config import Config, from_dict
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import preparation as prepare
+from rayapp.data import sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
 from rayapp.order import Order, StepCounts

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp.config import from_dict
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import preparation as prepare
+from rayapp.data import sources, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import StepRows, local_steps, sequential_batches, step_rows
+from rayapp.data.token_rows import StepRows, local_steps, sequential_batches, step_rows
 from rayapp.observe import figures, trackers, words
 from rayapp.observe import status as statuses
 from rayapp.order import Order

@@ -69,7 +69,7 @@ def prepare(argv: list[str]) -> int:
 
     tell_ray()
     from rayapp.finetune.check import check
-    from rayapp.finetune.prepare import prepare_beforehand
+    from rayapp.finetune.prepared_run import prepare_beforehand
 
     phases = Phases()
     with captured() as tail:
@@ -138,8 +138,8 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
 def _rendered(preview: Preview, document: Document, chars: int, colours: bool) -> Text:
     from rich.text import Text
 
+    from rayapp.finetune.plan_lines import MARKS
     from rayapp.finetune.preview import runs
-    from rayapp.finetune.show import MARKS
 
     text, left = Text(), chars
     for part, loss in runs(preview.tokenizer, document):

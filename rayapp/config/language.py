@@ -12,6 +12,7 @@ from rayapp.config.fields import (
     AutoInt,
     Beta,
     Codes,
+    DataKind,
     OptionalCode,
     OptionalFloat,
     OptionalInt,
@@ -78,7 +79,7 @@ class Data(Section):
     )
     """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
     which yields records; auto goes by the files' names and first bytes."""
-    kind: Literal["auto", "text", "prompt", "chat"] = "auto"
+    kind: DataKind = "auto"
     """What is made of a record: text, prompt and completion, or chat; auto goes by its columns
     (docs/data.md lists the shapes)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)

@@ -18,7 +18,7 @@ from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
 from rayapp.data import tokens
-from rayapp.data.rows import step_rows
+from rayapp.data.token_rows import step_rows
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy

@@ -20,7 +20,8 @@ from rayapp import model
 from rayapp.config import Config
 from rayapp.config.fields import TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
-from rayapp.data.rows import StepRows, sequential_batches
+from rayapp.data.kinds import takes_template
+from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
     Head,
     Parts,
@@ -32,7 +33,7 @@ from rayapp.finetune.build import (
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
-from rayapp.finetune.tasks import compared, score_tasks
+from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures
@@ -182,7 +183,7 @@ class LanguageTrainer(Trainer):
             self.device,
             engine.control,
             num_tokens,
-            chat=config.data.kind == "chat",
+            chat=takes_template(config.data.kind),
             system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,

@@ -16,6 +16,7 @@ import yaml
 
 from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
+from rayapp.data.kinds import takes_template
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
@@ -65,7 +66,7 @@ def card(run: ReportedRun, adapter: bool) -> str:
     page = template.render(
         run=run,
         adapter=adapter,
-        kind=_kind(run),
+        chat=takes_template(_kind(run)),
         made=MADE,
         curve=CURVE,
         front=_yaml(front_of(run, adapter)),

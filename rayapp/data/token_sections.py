@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from rayapp.data.packing import Document
-from rayapp.data.rows import checksum_of
+from rayapp.data.token_rows import checksum_of
 
 SECTION_TOKENS, SECTION_RECORDS = 2**20, 2**16  # a section ends after either
 NO_DOCUMENT = 2**32 - 1  # as the length of a record

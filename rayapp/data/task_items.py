@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
+from rayapp.config.fields import RecordKind
 from rayapp.config.tasks import EvalTask
-from rayapp.data import heads, shapes, sources
+from rayapp.data import first_records, shapes, sources
 from rayapp.data.documents import Renderer
+from rayapp.data.kinds import messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document
 from rayapp.data.prepared import reasons
-from rayapp.data.problems import problem_of
 from rayapp.storage import StorageError
 
 
@@ -30,7 +31,7 @@ class TaskRecords:
 
     name: str
     task: EvalTask
-    kind: str
+    kind: RecordKind
     records: tuple[tuple[str, Mapping[str, Any]], ...]
 
 
@@ -61,30 +62,30 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
     field = f"eval.tasks.{name}.path"
     try:
         source = sources.find(task.path, "auto")
-        head = heads.inspect(task.path, source, "auto", 0.0)
-        if head.problems:
-            return None, [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
+        found = first_records.inspect(task.path, source, "auto", 0.0)
+        if found.problems:
+            return None, [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
         every = [
             record
             for unit in sources.units(source, 0.0)
             for piece in unit.pieces
-            for record in shapes.read_records(source, piece, head.kind, {})
+            for record in shapes.read_records(source, piece, found.kind, {})
         ]
     except (sources.SourceError, StorageError) as error:
         text = str(error)
         text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
         return None, [text.replace("data.path=", f"{field}=", 1)]
-    if head.kind == "text":
+    if found.kind == "text":
         return None, [
             f"{field}={task.path} is without answers: its records are texts. Give prompts with "
             "completions, or chats"
         ]
     places = [sources.place_of(source, record.file, record.place) for record in every]
-    problems = [record.problem or _problem_of(record.value, head.kind) for record in every]
+    problems = [record.problem or _problem_of(record.value, found.kind) for record in every]
     if wrong := _unusable(f"{field}={task.path}", places, problems):
         return None, wrong
     values = [record.value for record in every]
-    return TaskRecords(name, task, head.kind, tuple(zip(places, values, strict=True))), []
+    return TaskRecords(name, task, found.kind, tuple(zip(places, values, strict=True))), []
 
 
 def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, list[str]]:
@@ -113,20 +114,27 @@ def _unusable(what: str, places: list[str], problems: list[str | None]) -> list[
     return [f"{what} is unusable in {len(wrong)} of {len(places)} records: {found}. Correct them"]
 
 
-def _problem_of(value: Any, kind: str) -> str | None:
-    problem = problem_of(value, kind)
-    if problem is None and kind == "chat" and value["messages"][-1]["role"] != "assistant":
+def _problem_of(value: Any, kind: RecordKind) -> str | None:
+    if problem := problem_of(value, kind):
+        return problem
+    if any(message["role"] != "assistant" for message in messages_of(value, kind)[-1:]):
         return "does not end with an answer of the assistant"
-    return problem
+    return None
 
 
-def _item(record: Mapping[str, Any], kind: str, document: Document) -> Item:
+def _item(record: Mapping[str, Any], kind: RecordKind, document: Document) -> Item:
     """Make an item of a record; the answer is the last run of tokens that bear loss."""
     last = int(np.flatnonzero(document.loss)[-1])
     first = last - int(np.argmin(np.append(document.loss[:last][::-1], False)))
     tokens = document.tokens.tolist()
-    asked, wanted = record.get("prompt", ""), record.get("completion", "")
-    if kind == "chat":
-        *before, answer = record["messages"]
-        asked, wanted = said_by(before[-1]) if before else "", said_by(answer)
+    match kind:
+        case "text":
+            raise AssertionError("read_records refuses texts, which have no answers")
+        case "prompt":
+            asked, wanted = record["prompt"], record["completion"]
+        case "chat":
+            *before, answer = record["messages"]
+            asked, wanted = said_by(before[-1]) if before else "", said_by(answer)
+        case _:
+            assert_never(kind)
     return Item(asked, wanted, tuple(tokens[:first]), tuple(tokens[first : last + 1]))

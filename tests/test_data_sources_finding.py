@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from rayapp.data import sources
-from rayapp.data.sources import versions
+from rayapp.data.sources import finding
 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list to which the name of each file is added that is read for its version."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(versions, "KEPT_BYTES", 1)
+    monkeypatch.setattr(finding, "KEPT_BYTES", 1)
     read: list[str] = []
-    digest = versions._digest
-    monkeypatch.setattr(versions, "_digest", lambda s, e: (read.append(e.name), digest(s, e))[1])
+    digest = finding._digest
+    monkeypatch.setattr(finding, "_digest", lambda s, e: (read.append(e.name), digest(s, e))[1])
     return read
 
 

@@ -1,6 +1,6 @@
 """Check mixtures of windows: the same steps whether prepared before, meanwhile, or after kills.
 
-Run: python -m pytest tests/test_data_windows_mixed.py
+Run: python -m pytest tests/test_data_prepared_windows_mixed.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_data_growing import gate  # noqa: F401  a fixture
-from test_data_prepare import (  # noqa: F401  fixtures
+from test_data_preparation import (  # noqa: F401  fixtures
     VALUES,
     contents,
     recipe,
@@ -24,15 +24,14 @@ from test_data_prepare import (  # noqa: F401  fixtures
     tokenizer_url,
     write_jsonl,
 )
+from test_data_prepared_windows import here, in_this_process, root_of, small_parts  # noqa: F401  fixtures
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
-from test_data_windows import here, in_this_process, root_of, small_parts  # noqa: F401  fixtures
 
-from rayapp.data import growing, windows
-from rayapp.data.growing import GrowingRows
+from rayapp.data import prepared_windows as windows
 from rayapp.data.prepared import Prepared, mixed
+from rayapp.data.prepared_windows import GrowingRows, Preparation, Windows
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps, step_rows
-from rayapp.data.windows import Preparation, Windows
+from rayapp.data.token_rows import local_steps, step_rows
 from rayapp.order import SOURCE_ROWS, Order, combine, taken
 from rayapp.storage import Storage, open_storage
 
@@ -212,7 +211,7 @@ def test_drivers_that_are_killed_while_they_prepare_a_mixture_change_nothing(
     tokenised: list[int],  # noqa: F811
 ) -> None:
     """Nothing is tokenised twice, whichever task was the last."""
-    growing._shard_of.cache_clear()
+    windows._shard_of.cache_clear()
     whole = expected(beforehand(recipes, root_of(tmp_path / "beforehand"), monkeypatch))
     every = sum(tokenised)
     tokenised.clear()

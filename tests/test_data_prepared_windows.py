@@ -1,6 +1,6 @@
 """Check windows: every document once, in few tasks or many, cut off or not, in whatever order.
 
-Run: python -m pytest tests/test_data_windows.py
+Run: python -m pytest tests/test_data_prepared_windows.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import corpora
 import numpy as np
 import pytest
-from test_data_prepare import (  # noqa: F401  fixtures
+from test_data_preparation import (  # noqa: F401  fixtures
     VALUES,
     contents,
     expected_documents,
@@ -28,12 +28,13 @@ from test_data_prepare import (  # noqa: F401  fixtures
 )
 from test_data_stream import ray_cluster  # noqa: F401  a fixture
 
-from rayapp.data import sources, tokens, windows
-from rayapp.data.prepare import jobs_of
+from rayapp.data import prepared_windows as windows
+from rayapp.data import sources, tokens
+from rayapp.data.preparation import jobs_of
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import Preparation, WindowProgress, Windows
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import cutting
-from rayapp.data.windows import Preparation, WindowProgress, Windows
 from rayapp.order import Order, visits
 from rayapp.storage import Storage, open_storage
 

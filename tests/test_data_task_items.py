@@ -10,7 +10,7 @@ import pytest
 
 from rayapp.config.tasks import EvalTask
 from rayapp.data.documents import Renderer
-from rayapp.data.tasks import items_of, read_records
+from rayapp.data.task_items import items_of, read_records
 from rayapp.data.tokens import byte_tokenizer
 
 CHAT = {

@@ -1,7 +1,7 @@
-"""Read the heads of a source before it is prepared: find its kind and problems, or a sample.
+"""Read the first records of a source before it is prepared: its kind and problems, or a sample.
 
-head = inspect("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
-texts = sample_texts(source, head.kind, 16 * 2**20)
+found = inspect("data.jsonl", find("data.jsonl"), "auto", limit=0.01)
+texts = sample_texts(source, found.kind, 16 * 2**20)
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import shapes, sources
-from rayapp.data.messages import said_by
+from rayapp.data.kinds import messages_of, problem_of, texts_of
 from rayapp.data.prepared import reasons
-from rayapp.data.problems import problem_of
 from rayapp.data.sources.formats import is_stream
 
-HEAD_FILES, HEAD_RECORDS, HEAD_BYTES = 16, 64, 2**20  # limits of the heads
-SPREAD_PIECES, SPREAD_RECORDS = 16, 4  # looked at where no record of the heads is usable
+FIRST_FILES, FIRST_RECORDS, FIRST_BYTES = 16, 64, 2**20  # files; records and bytes of each
+SPREAD_PIECES, SPREAD_RECORDS = 16, 4  # looked at where no first record is usable
 NO_COLUMNS: Mapping[str, str] = {}
 SAMPLE_BYTES = 64 * 2**10  # least bytes to sample from a unit
 
 
 @dataclass(frozen=True)
-class SourceHead:
+class Inspected:
     """What the first records of a source tell."""
 
-    kind: str
-    """text, prompt or chat."""
+    kind: RecordKind
     unused: tuple[str, ...]
     """Columns that nothing is made of, and `messages.NAME` for fields that rayapp does not know."""
     problems: list[str]
@@ -38,51 +37,60 @@ class SourceHead:
 def inspect(
     path: str,
     source: sources.DataSource,
-    kind: str,
+    kind: DataKind,
     limit: float,
     columns: Mapping[str, str] = NO_COLUMNS,
     names: Sequence[str] = (),
-) -> SourceHead:
-    """Read the head of a few files, and tell the kind (resolved from `auto`) and the problems.
+) -> Inspected:
+    """Read the first records of a few files; return their kind (if `auto`) and their problems.
 
-    A head is the first 64 records of a file's first piece, for up to 16 files. `limit` decides if
-    the heads are all the data, or if it is 0. Other data are refused here only if no record of the
-    heads is usable, and none of a few that are spread over the files; so that a wrong column is
-    reported before anything starts, and else `limit` decides after preparing. `names` are columns
-    that hold numbers.
+    Up to 64 records of the first piece of each of up to 16 files are read. `limit`, a share of
+    records, decides if these are all the data, or if it is 0. Other data are refused here only if
+    no first record is usable, and none of a few that are spread over the files: a wrong column is
+    reported before anything starts. Else `limit` decides after preparing. `names` are columns that
+    hold numbers.
     """
-    heads, whole = records(source)
-    rows = [shapes.renamed(record.value, columns) for record in heads if record.problem is None]
+    firsts, whole = records(source)
+    rows = [shapes.renamed(record.value, columns) for record in firsts if record.problem is None]
     if kind == "auto":
-        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
-        kind = next((k for k, _ in kinds.most_common(1) if k), "text")
-    if not heads:
-        return SourceHead(kind, (), [f"data.path={path} is empty: there is no record in its files"])
-    judged = _judged(heads, kind, columns, names)
+        kind = _kind_of(rows)
+    if not firsts:
+        return Inspected(kind, (), [f"data.path={path} is empty: there is no record in its files"])
+    judged = _judged(firsts, kind, columns, names)
     wrong = [(record, why) for record, why in judged if why]
     others = (name for row in rows for name in shapes.unused(row, kind))
     unused = dict.fromkeys(name for name in others if name not in names)
-    if kind == "chat":
-        chats = [record.value for record, why in judged if not why]
-        unused |= dict.fromkeys(name for chat in chats for name in shapes.unused_fields(chat))
-    refused = len(wrong) > limit * len(heads) if whole or not limit else len(wrong) == len(heads)
+    messages = [m for record, why in judged if not why for m in messages_of(record.value, kind)]
+    unused |= dict.fromkeys(shapes.unused_fields(messages))
+    refused = len(wrong) > limit * len(firsts) if whole or not limit else len(wrong) == len(firsts)
     if refused and limit and not whole:
         spread = _spread(source)
         refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns, names))
     if not refused:
-        return SourceHead(kind, tuple(unused), [])
-    firsts = {why: record for record, why in reversed(wrong)}
-    examples = [(sources.place_of(source, r.file, r.place), why) for why, r in firsts.items()]
+        return Inspected(kind, tuple(unused), [])
+    by_reason = {why: record for record, why in reversed(wrong)}
+    examples = [(sources.place_of(source, r.file, r.place), why) for why, r in by_reason.items()]
     problem = (
-        f"data.path={path} is unusable in {len(wrong)} of the first {len(heads)} records: "
+        f"data.path={path} is unusable in {len(wrong)} of the first {len(firsts)} records: "
         f"{reasons(Counter(why for _, why in wrong), examples)}. Correct them, set data.kind or "
         "data.columns, or allow more with data.bad_rows"
     )
-    return SourceHead(kind, tuple(unused), [problem])
+    return Inspected(kind, tuple(unused), [problem])
+
+
+def _kind_of(rows: list[Any]) -> RecordKind:
+    """Return the kind of most records; `text` if no shape is known."""
+    kinds = Counter[RecordKind | None](
+        "text" if isinstance(row, str) else shapes.kind_of(row) for row in rows
+    )
+    return next((kind for kind, _ in kinds.most_common(1) if kind), "text")
 
 
 def _judged(
-    records: list[sources.Record], kind: str, columns: Mapping[str, str], names: Sequence[str]
+    records: list[sources.Record],
+    kind: RecordKind,
+    columns: Mapping[str, str],
+    names: Sequence[str],
 ) -> list[tuple[sources.Record, str | None]]:
     """Return the records as standard ones, each with why it is unusable, or None."""
     made = [shapes.standardised(record, kind, columns, names) for record in records]
@@ -90,7 +98,7 @@ def _judged(
 
 
 def _spread(source: sources.DataSource) -> list[sources.Record]:
-    """Return records of pieces that are spread evenly over the source; of streams, their heads."""
+    """Return records of pieces that are spread evenly over the source; of streams, the first."""
     if source.format == "hub":
         return []
     pieces = [piece for unit in sources.units(source, 0.0) for piece in unit.pieces]
@@ -113,27 +121,27 @@ def records(source: sources.DataSource) -> tuple[list[sources.Record], bool]:
     """Return the first records of the first files, and whether these are all the data."""
     if source.format == "hub":
         shard = sources.Piece(source.root, 0, 1, "train")
-        return list(islice(sources.read_piece(source, shard), HEAD_RECORDS)), False
-    heads: list[sources.Record] = []
-    whole = source.format != "parquet" and len(source.files) <= HEAD_FILES
-    for file in source.files[:HEAD_FILES]:
+        return list(islice(sources.read_piece(source, shard), FIRST_RECORDS)), False
+    firsts: list[sources.Record] = []
+    whole = source.format != "parquet" and len(source.files) <= FIRST_FILES
+    for file in source.files[:FIRST_FILES]:
         stream = is_stream(file.name, source.format)
-        end = 1 if source.format == "parquet" else min(file.size, HEAD_BYTES)
+        end = 1 if source.format == "parquet" else min(file.size, FIRST_BYTES)
         end = file.size if stream else end
-        head = source.piece(file, 0, end, "train", stream)
-        records = list(islice(sources.read_piece(source, head), HEAD_RECORDS))
-        whole = whole and end == file.size and len(records) < HEAD_RECORDS
-        heads += records
-    return heads, whole
+        piece = source.piece(file, 0, end, "train", stream)
+        records = list(islice(sources.read_piece(source, piece), FIRST_RECORDS))
+        whole = whole and end == file.size and len(records) < FIRST_RECORDS
+        firsts += records
+    return firsts, whole
 
 
 def sample_texts(
     source: sources.DataSource,
-    kind: str,
+    kind: RecordKind,
     max_bytes: int,
     columns: Mapping[str, str] = NO_COLUMNS,
 ) -> Iterator[str]:
-    """Yield about `max_bytes` of training texts, from the heads of evenly spaced units.
+    """Yield about `max_bytes` of training texts, from the beginnings of evenly spaced units.
 
     It reads about as much as it yields, so that training a tokenizer need not read a whole corpus.
     """
@@ -146,18 +154,10 @@ def sample_texts(
                 piece = replace(piece, end=min(piece.end, piece.start + left))
             for record in shapes.read_records(source, piece, kind, columns):
                 if record.problem is None and problem_of(record.value, kind) is None:
-                    for text in _texts(record.value, kind):
+                    for text in texts_of(record.value, kind):
                         yield text[:left]
                         left -= len(text[:left])
                 if left <= 0:
                     break
             if left <= 0:
                 break
-
-
-def _texts(value: Any, kind: str) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if kind == "chat":
-        return [said_by(message) for message in value["messages"]]
-    return [value[name] for name in shapes.COLUMNS[kind]]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import processes
 import pytest
 import torch
@@ -16,11 +17,11 @@ from test_train_loop import config_of, inputs, spec_of, worker  # noqa: F401  a 
 from transformers import AutoModelForCausalLM
 
 from rayapp.config.tasks import EvalTask
-from rayapp.data.rows import local_steps
-from rayapp.data.tasks import Item, TaskItems
+from rayapp.data.task_items import Item, TaskItems
+from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
-from rayapp.finetune import tasks
-from rayapp.finetune.tasks import compared
+from rayapp.finetune import scoring as tasks
+from rayapp.finetune.scoring import compared, estimate, estimated_loss, is_right
 from rayapp.observe.run_folder import items_file
 from rayapp.storage import open_storage
 from rayapp.train import schedule
@@ -30,6 +31,22 @@ from rayapp.train.step_sync import STAY, STOP
 
 STEPS = 6
 COUNT = 11  # items
+CASES = [
+    ("exact", " yes\n", "yes", True),
+    ("exact", "Yes", "yes", False),
+    ("normalised", "The Eiffel  Tower.", "eiffel tower", True),
+    ("normalised", "Eiffel", "eiffel tower", False),
+    ("number", "3 + 4 = 7, so 1,024 of them.", "#### 1024", True),
+    ("number", "about -2.50", "-2.5", True),
+    ("number", "7 of 8", "7", False),
+    ("number", "none", "7", False),
+    ("json", '{"b": 2, "a": [1]}', '{"a": [1], "b": 2.0}', True),
+    ("json", 'Here:\n```json\n{"a": 1}\n```\n', '{"a": 1}', True),
+    ("json", '{"a": 1}, and more', '{"a": 1}', False),
+    ("json", "[" * 100_000, "[]", False),
+    ("regex", "It is Paris, France.", r"\bParis\b", True),
+    ("regex", "Parisian", r"\bParis\b", False),
+]
 
 
 def items_for(folder: Path, score: str) -> TaskItems:
@@ -156,3 +173,31 @@ def test_a_stop_ends_the_scoring_before_the_first_step(inputs: Path) -> None:  #
     run = Path(spec.run_url)
     assert not (run / items_file(0)).exists()
     assert not (run / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("score", "answer", "wanted", "right"), CASES)
+def test_an_answer_is_right_or_not(score: str, answer: str, wanted: str, right: bool) -> None:
+    assert is_right(score, answer, wanted) is right
+
+
+@pytest.mark.parametrize(
+    ("count", "of", "low", "high"),
+    # Source: statsmodels.stats.proportion.proportion_confint(count, of, method="wilson")
+    [(0, 64, 0.0, 0.0566), (50, 64, 0.6657, 0.8644), (64, 64, 0.9434, 1.0), (1, 1, 0.2065, 1.0)],
+)
+def test_a_share_has_the_interval_of_wilson(count: int, of: int, low: float, high: float) -> None:
+    found = estimate([True] * count + [False] * (of - count))
+    assert found["value"] == count / of
+    assert [found["low"], found["high"]] == pytest.approx([low, high], abs=1e-3)
+
+
+def test_a_loss_has_an_interval_that_holds_the_mean_about_as_often_as_it_says() -> None:
+    """Of 200 draws of 40 items from one distribution, 95 % within the binomial's bounds."""
+    rng, held = np.random.default_rng(1), 0
+    for _ in range(200):
+        tokens = rng.integers(5, 30, 40)
+        nats = rng.gamma(2.0, 0.75, 40) * tokens
+        found = estimated_loss(nats.tolist(), tokens.tolist())
+        assert found["value"] == pytest.approx(nats.sum() / tokens.sum())
+        held += found["low"] <= 1.5 <= found["high"]
+    assert 175 <= held <= 200

@@ -7,27 +7,34 @@
     preparation.start([10_000, 300], check=refuse, cpus=8)     # or: the same in a thread
     every = preparation.wait_for([32, 1])                      # before the first step
 
-Each window is a unit of the recipe (rayapp.data.prepare), and done when its summary is stored. So a
-preparation that is cut off goes on where it was, and other processes see windows as they come.
+    growing = GrowingRows(prepared, order)                     # in the tasks of the stream
+    rows, order = growing.at(step)              # waits for the windows that the step needs
+
+Each window is a unit of the recipe (rayapp.data.preparation), and done when its summary is stored.
+So an interrupted preparation goes on where it was, and other processes see windows as they come.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 
-from rayapp.data.prepare import UnitTask, jobs_of, merge, whole_units
-from rayapp.data.prepared import USED, Prepared, account_of, unit_name
+from rayapp.data.preparation import UnitTask, jobs_of, merge, whole_units
+from rayapp.data.prepared import USED, Prepared, account_of, rows_of_windows, unit_name
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
 from rayapp.data.sources import SourceError
-from rayapp.order import visits
-from rayapp.storage import Storage
+from rayapp.data.token_rows import TokenRows
+from rayapp.order import Order, visits
+from rayapp.storage import Storage, open_storage
 
 BLOCKS_OF_TASK = 4  # of tokens
+POLL_S = 0.5
 
 Check = Callable[[list[Prepared]], str | None]
 
@@ -110,8 +117,8 @@ class Windows:
     def missing(self, rows: int | None) -> list[tuple[float, int]]:
         """Return (share of the run before it is needed, unit) of the units that are missing.
 
-        Of a run that does not take all, these are the units that its rows are estimated to be in:
-        one at least, and only one while no window is known by which to estimate.
+        If the run needs only a part of the data, these are the units that are estimated to hold its
+        rows: at least one, and exactly one until a window gives an estimate.
         """
         if self.holds(rows):
             return []
@@ -267,8 +274,8 @@ class Preparation:
     def _tasks(self, rows: Sequence[int] | None) -> list[UnitTask]:
         """Return the next tasks, those that are needed first in front.
 
-        A source alone has all of its tasks: the first rows end them. Beside others it has those
-        that the run is estimated to need, so that none is done in vain while others go on.
+        A single source gets all of its tasks; the caller stops once the first rows exist. One of
+        several gets the tasks that the run is estimated to need, so that none is done in vain.
         """
         asked = None if len(self.sources) == 1 else rows
         missing = [
@@ -282,3 +289,58 @@ class Preparation:
             for _, source, index in ordered
             for task in self.sources[source].tasks(index)
         ]
+
+
+class GrowingRows:
+    """The training rows that are known, which become more."""
+
+    def __init__(self, prepared: Prepared, order: Order) -> None:
+        self.prepared, self.order = prepared, order
+        self.rows, self.known = prepared.rows("train"), list(prepared.known)
+        self._shards = prepared.shards_of_windows
+
+    def at(self, step: int) -> tuple[TokenRows, Order]:
+        """Return rows and order that have a step; they are longer from call to call."""
+        if self.order.more:
+            known = sum(self.known)
+            for source, rows in enumerate(self.order.needed(step)):
+                self._extend(source, rows)
+            if sum(self.known) > known:
+                self._renew()
+        return self.rows, self.order
+
+    def _extend(self, source: int, rows: int) -> None:
+        """Wait until the windows of a source have so many rows, or are all known."""
+        folder = f"{self.prepared.places[source]}/" if self.prepared.places else ""
+        windows, shards = self.prepared.windows[source], self._shards[source]
+        while self.known[source] < windows and sum(count for _, count in shards) < rows:
+            index = visits(windows, self.order.seed)[self.known[source]]
+            shard = _shard_of(f"{self.prepared.url}/{folder}".rstrip("/"), index)
+            self.known[source] += 1
+            if shard is not None:
+                name, count = shard
+                shards.append((folder + name, count))
+
+    def _renew(self) -> None:
+        windows = tuple(tuple(count for _, count in shards) for shards in self._shards)
+        sizes = tuple(map(sum, windows))
+        pairs = zip(self.known, self.prepared.windows, strict=True)
+        self.order = replace(
+            self.order,
+            num_rows=sum(sizes),
+            sizes=sizes if self.order.sizes else (),
+            windows=windows,
+            follow=tuple(known < count for known, count in pairs),
+        )
+        rows = self.rows
+        self.rows = rows_of_windows(rows.storage, self._shards, rows.seq_len, rows.columns)
+
+
+@lru_cache(maxsize=2**16)
+def _shard_of(url: str, index: int) -> tuple[str, int] | None:
+    """Wait for a window; return its training shard with its number of rows, None if it has none."""
+    storage, name = open_storage(url), unit_name(index)
+    while (unit := account_of(storage, name, UnitSummary)) is None:
+        time.sleep(POLL_S)
+    shard = unit["shards"].get("train")
+    return None if shard is None else (shard, unit["counts"]["train"]["rows"])

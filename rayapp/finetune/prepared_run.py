@@ -12,22 +12,25 @@ from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import tokens
 from rayapp.data.documents import Renderer
+from rayapp.data.kinds import KINDS, takes_template
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
-from rayapp.data.recipe import VERSIONS, RowRecipe
-from rayapp.data.tasks import TaskItems, items_of
+from rayapp.data.prepared_windows import Preparation
+from rayapp.data.recipe import RowRecipe
+from rayapp.data.task_items import TaskItems, items_of
 from rayapp.data.templates import TRAINING
-from rayapp.data.windows import Preparation
-from rayapp.driver.growth import describe, stages_of
+from rayapp.data.token_rows import step_rows
+from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
-from rayapp.finetune import growth, micro_batch, preview, show, sources
+from rayapp.finetune import micro_batch, plan_lines, preview, source_rows
 from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
+from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
-from rayapp.observe.run_folder import PLAN, PREPARED
+from rayapp.observe.run_folder import METRICS, PLAN, PREPARED
 from rayapp.observe.status import read_plan
-from rayapp.order import Order, fingerprint
+from rayapp.order import Order, combine, fingerprint
 from rayapp.planner.trained import tokenizer_of
 from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint.marker import latest, steps_done
@@ -58,7 +61,7 @@ def prepare(
     config = micro_batch.chosen(config, shape, ready.run, gpus, console)
     of_data = prepared.fingerprint, prepared.turn_rows
     order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
-    growth.check_order(ready.run, prepared, order)
+    check_order(ready.run, prepared, order)
     parameters, trainable, by_name = count_parameters(shape, config)
     there = on_what_is_there(config)
     planned = forecast(there, shape, steps=order.num_steps, on_cpu=not gpus)
@@ -74,10 +77,10 @@ def prepare(
     stops = generation_config(config, ready.model, shape, tokenizer, ends).eos_token_id or []
     plan["stops"] = names_of(stops, tokenizer)
     describe(ready.run, config, cast(Plan, (planned.as_dict() if planned else {}) | plan))
-    show.plan(console, config, prepared, order, parameters, trainable, by_name)
-    show.unused(console, {entry.path: entry.unused for entry in ready.inputs})
-    show.records(console, plan["rendered"])
-    show.ends(console, described(ends, config, tokenizer, stops))
+    plan_lines.plan(console, config, prepared, order, parameters, trainable, by_name)
+    plan_lines.unused(console, {entry.path: entry.unused for entry in ready.inputs})
+    plan_lines.records(console, plan["rendered"])
+    plan_lines.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
     spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
     return replace(spec, tasks=tasks, system=plan["system"]), rest
@@ -91,8 +94,7 @@ def _tasks(ready: CheckedLanguageRun, tokenizer: Any) -> tuple[TaskItems, ...]:
     """
     data, made, problems = ready.config.data, list[TaskItems](), list[str]()
     for task in ready.tasks:
-        reasoning = data.reasoning if task.kind == "chat" else "train"
-        renderer = Renderer(tokenizer, task.kind, "", reasoning, data.special_tokens)
+        renderer = Renderer(tokenizer, task.kind, "", data.reasoning, data.special_tokens)
         items, wrong = items_of(task, renderer)
         problems += wrong
         made += [items] if items is not None else []
@@ -184,11 +186,11 @@ def prepare_rows(
         recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
-    if sources.by_windows(config):
-        made, rest = sources.prepare_windows(config, recipes, root, phases, first)
+    if source_rows.by_windows(config):
+        made, rest = source_rows.prepare_windows(config, recipes, root, phases, first)
     else:
-        made = sources.prepare_each(config, recipes, root, phases, problems)
-    problems += sources.unusable_sources(config, made)
+        made = source_rows.prepare_each(config, recipes, root, phases, problems)
+    problems += source_rows.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
     return _joined(config, root, made), rest
@@ -199,7 +201,7 @@ def _recipe(
 ) -> RowRecipe:
     """Return how the rows of a source are made."""
     data, pad = config.data, tokenizer.pad_token_id
-    training = entry.kind == "chat" and data.chat_template == TRAINING
+    templated = takes_template(entry.kind)
     return RowRecipe(
         source=entry.source,
         eval_source=entry.eval_source,
@@ -212,8 +214,8 @@ def _recipe(
         truncate=data.truncate,
         eval_fraction=0.0 if data.eval_path else data.eval_fraction,
         columns=data.columns,
-        template=ready.template if training else "",
-        reasoning=data.reasoning if entry.kind == "chat" else "train",
+        template=ready.template if templated and data.chat_template == TRAINING else "",
+        reasoning=data.reasoning if templated else "train",
         special_tokens=data.special_tokens,
         window_bytes=data.window_bytes,
         values=entry.values,
@@ -239,7 +241,7 @@ def _begun(
         began = read_plan(ready.run).get("fingerprint")
     else:
         return recipes
-    before = {p: replace(each, version=VERSIONS[each.kind] - 1) for p, each in recipes.items()}
+    before = {p: replace(each, version=KINDS[each.kind].version - 1) for p, each in recipes.items()}
     parts = {path: recipe.parts() for path, recipe in before.items()}
     if config.data.mixture:
         joined = parts_of_mixture(parts, config.data.mixture)
@@ -310,3 +312,24 @@ def plan_of(
         "epochs": order.num_steps * order.rows_per_step / prepared.epoch_rows,
         "data": prepared.report(),
     }
+
+
+def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
+    """Compare the rows of the last step done with its digest in metrics.jsonl.
+
+    Raises:
+        ConfigError: the data are others, or that step would have had other rows.
+    """
+    refuse_other_data(run, prepared.parts)
+    line, (newest, _) = metrics.last(run), latest(run)
+    if line is None or newest is None or newest.step != line["step"]:
+        return
+    rows = step_rows(prepared.rows("train"), order, line["step"] - 1, 0, 1)
+    if combine([rows.digest()]) != line["batch_digest"]:
+        raise ConfigError(
+            [
+                f"{run.url}/{METRICS} is of other rows: step {line['step']} had the digest "
+                f"{line['batch_digest']} and would have {combine([rows.digest()])}. Set the data "
+                "back to what they were, or another run.name"
+            ]
+        )

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.data import sections
+from rayapp.data import token_sections as sections
 from rayapp.data.packing import Document
-from rayapp.data.sections import DamagedTokens, TokenisedRecord, TokenSection
+from rayapp.data.token_sections import DamagedTokens, TokenisedRecord, TokenSection
 
 SEED = 2**64 - 1  # of the block's file
 TOKEN = st.tuples(st.sampled_from([0, 1, 255, 256, 65535, 65536, 2**31 - 1]), st.booleans())

@@ -29,20 +29,23 @@ from transformers import PreTrainedTokenizerFast
 from rayapp import order
 from rayapp.data import (
     long_texts,
-    prepare,
-    sections,
     sources,
-    spool,
     tokenising,
     tokens,
     unit_rows,
+)
+from rayapp.data import (
+    preparation as prepare,
+)
+from rayapp.data import (
+    token_sections as sections,
 )
 from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps
 from rayapp.data.sources import cutting, json_lines
+from rayapp.data.token_rows import local_steps
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.processes import machine
 
@@ -547,7 +550,7 @@ def test_a_stream_is_packed_in_windows_and_keeps_every_document(
         "a.csv": "".join(["text\n", *(f'"{value["text"]}"\n' for value in values)]).encode(),
     }[name]
     (tmp_path / name).write_bytes(data)
-    monkeypatch.setattr(unit_rows, "WINDOW_TOKENS", 250)
+    monkeypatch.setattr(unit_rows, "BATCH_TOKENS", 250)
     packed = []
     lay_out = unit_rows.lay_out
     monkeypatch.setattr(
@@ -619,7 +622,7 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
         (long_texts, "CUT_REACH"),
         (tokenising, "BATCH_SIZE"),
         (sections, "SECTION_TOKENS"),
-        (spool, "SPOOL_TOKENS"),
+        (unit_rows, "SPOOL_TOKENS"),
     ):
         monkeypatch.setattr(module, constant, 50)
     seen = []
@@ -711,11 +714,11 @@ def test_rows_that_are_written_in_windows_from_a_spool_are_the_same(
     source = sources.find(corpora.write(tmp_path / name, name))
     recipe = replace(recipe, source=source, kind="chat" if name == "chat" else "text")
     whole = here(recipe, tmp_path / "out")
-    monkeypatch.setattr(spool, "SPOOL_TOKENS", 50)
-    monkeypatch.setattr(unit_rows, "WINDOW_BYTES", 3 * (10 * S + 4))
+    monkeypatch.setattr(unit_rows, "SPOOL_TOKENS", 50)
+    monkeypatch.setattr(unit_rows, "BATCH_BYTES", 3 * (10 * S + 4))
     files: list[int] = []
-    made = spool.FileSlices.__init__
-    monkeypatch.setattr(spool.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
+    made = unit_rows.FileSlices.__init__
+    monkeypatch.setattr(unit_rows.FileSlices, "__init__", lambda *a: (files.append(1), made(*a))[1])
     again = here(recipe, tmp_path / "again")
     assert contents(open_storage(again.url)) == contents(open_storage(whole.url)) and files
 

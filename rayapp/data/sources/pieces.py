@@ -1,15 +1,21 @@
-"""Read a piece as raw records, name their places, and choose those that are held out."""
+"""Read a piece as raw records, name their places, choose those held out, and name its content.
+
+An etag of S3 names the content. The size and time of a file on a disk do not: what is to be read is
+hashed, at some 1 GB/s, and then read in the version that was hashed.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
 from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     DataSource,
     Piece,
     Record,
@@ -30,6 +36,7 @@ PAGE_BYTES = 2**20  # of Parquet that are read at once
 # a damaged page asks for, up to 2 GiB.
 PAGES_FROM_BYTES = 8 * 2**20
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
+CHUNK = 4 * 2**20  # bytes hashed at once
 
 
 def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> Iterator[Record]:
@@ -193,3 +200,73 @@ def open_parquet(source: DataSource, piece: Piece) -> pq.ParquetFile:
     file = opened(source.root).open_read(piece.file, piece.etag)
     size = PAGE_BYTES if piece.size > PAGES_FROM_BYTES else 0
     return pq.ParquetFile(file, buffer_size=size, pre_buffer=False, page_checksum_verification=True)
+
+
+def content_key(source: DataSource, pieces: tuple[Piece, ...]) -> tuple[str, tuple[Piece, ...]]:
+    """Return 32 hex digits of what pieces hold, and the pieces bound to the versions seen.
+
+    Raises:
+        SourceError: a file has gone since it was listed, or is broken.
+    """
+    digest = blake2b(digest_size=16)
+    bound = []
+    for piece in pieces:
+        try:
+            version, piece = _version(source, piece)
+        except StorageError:
+            raise
+        except Exception as error:  # pyarrow raises a family of unrelated types
+            raise unreadable(source, piece.file, error) from error
+        digest.update(json.dumps(version).encode())
+        bound.append(piece)
+    return digest.hexdigest(), tuple(bound)
+
+
+def _version(source: DataSource, piece: Piece) -> tuple[tuple[Any, ...], Piece]:
+    """Return what names the content of a piece, and the piece bound to it."""
+    if source.format == "hub":
+        return (source.root, source.version, piece.start), piece
+    if piece.etag is not None:
+        return (piece.etag, piece.size, piece.start, piece.end, piece.is_stream), piece
+    storage = opened(source.root)
+    entry = storage.stat(piece.file)
+    if entry is None:
+        raise FileNotFoundError("it has gone since it was listed")
+    piece = replace(piece, etag=entry.etag)
+    if piece.is_stream:
+        return ("file", _hashed(storage, piece, [(0, entry.size)])), piece
+    if source.format == "parquet":
+        return ("rows", *_row_group(source, piece)), piece
+    start, data = line_bytes(source, piece)
+    return ("lines", start, blake2b(data, digest_size=16).hexdigest()), piece
+
+
+def _row_group(source: DataSource, piece: Piece) -> tuple[Any, ...]:
+    """Return the first row of a row group, how it is written, and the hash of its bytes."""
+    parquet = open_parquet(source, piece)
+    # For damaged columns this raises an error; their metadata alone would end the process.
+    next(parquet.iter_batches(1, [piece.start]), None)
+    first = sum(parquet.metadata.row_group(i).num_rows for i in range(piece.start))
+    digest = blake2b(parquet.schema_arrow.serialize().to_pybytes(), digest_size=16)
+    ranges = []
+    group = parquet.metadata.row_group(piece.start)
+    for number in range(group.num_columns):
+        column = group.column(number)
+        start = column.dictionary_page_offset or column.data_page_offset
+        if not 0 <= start <= start + column.total_compressed_size <= piece.size:
+            raise ValueError(f"its column {column.path_in_schema} lies outside of the file")
+        ranges.append((start, column.total_compressed_size))
+        how = (column.path_in_schema, column.physical_type, column.compression, column.num_values)
+        digest.update(json.dumps(how).encode())
+    hashed = _hashed(opened(source.root), piece, ranges)
+    return first, group.num_rows, digest.hexdigest(), hashed
+
+
+def _hashed(storage: Readable, piece: Piece, ranges: list[tuple[int, int]]) -> str:
+    """Hash (offset, length) of a file's bytes."""
+    digest = blake2b(digest_size=16)
+    for offset, length in ranges:
+        for start in range(offset, offset + length, CHUNK):
+            size = min(CHUNK, offset + length - start)
+            digest.update(storage.read(piece.file, start, size, piece.etag))
+    return digest.hexdigest()

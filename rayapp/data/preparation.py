@@ -10,14 +10,13 @@ and their content depends on the recipe only: the next run completes an interrup
 two runs that prepare at once write the same bytes. The manifest, which names every shard, is
 written last.
 
-In a recipe with window_bytes a unit is a window (rayapp.data.windows): its tokens are made by tasks
-of their own, which all come before the one that packs it.
+In a recipe with window_bytes a unit is a window (rayapp.data.prepared_windows): tasks of their own
+make its tokens, before the task that packs them.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -42,9 +41,9 @@ from rayapp.data.prepared import (
 )
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.report import UnitSummary, summed
-from rayapp.data.rows import stored_bytes
-from rayapp.data.sections import TokenisedRecord, TokenSection
+from rayapp.data.report import UnitSummary, added, summed
+from rayapp.data.token_rows import stored_bytes
+from rayapp.data.token_sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
 from rayapp.data.unit_rows import UnitAccount, UnitRows
@@ -66,7 +65,7 @@ def prepare(
     Raises:
         SourceError: the data cannot be read, or a part of them ends every process that reads it.
     """
-    assert recipe.window_bytes is None, "rayapp.data.windows prepares windows"
+    assert recipe.window_bytes is None, "rayapp.data.prepared_windows prepares windows"
     storage = root / recipe.fingerprint
     storage.write(USED, b"")
     found = load(storage)
@@ -175,7 +174,7 @@ def prepare_unit(
 
     These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
     which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
-    window of a stream.
+    batch of a stream.
 
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
@@ -234,15 +233,11 @@ def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) ->
     Write which blocks of tokens they came from.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
-    bad: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
     examples: dict[str, str] = {}
     for unit in units.values():
         for split in SPLITS:
             if split in unit["shards"]:
                 shards[split].append((unit["shards"][split], unit["counts"][split]["rows"]))
-        bad.update(unit["bad"])
-        notes.update(unit.get("notes", {}))
         for place, why in unit["examples"]:
             examples.setdefault(why, place)
     blocks = {name for unit in units.values() for name in unit.get("blocks", [])}
@@ -256,11 +251,11 @@ def merge(recipe: RowRecipe, storage: Storage, units: dict[int, UnitSummary]) ->
         seq_len=recipe.seq_len,
         shards=shards,
         counts={s: summed(unit["counts"][s] for unit in units.values()) for s in SPLITS},
-        bad=dict(bad),
+        bad=added(unit["bad"] for unit in units.values()),
         examples=[(place, why) for why, place in examples.items()][:MAX_EXAMPLES],
         records=sum(unit["records"] for unit in units.values()),
         duplicates=duplicates,
-        notes=dict(notes),
+        notes=added(unit.get("notes", {}) for unit in units.values()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import corpora
 import numpy as np
 import pytest
-from test_data_prepare import VALUES, write_jsonl
-from test_data_windows import in_this_process
+from test_data_preparation import VALUES, write_jsonl
+from test_data_prepared_windows import in_this_process
 
 from rayapp.config import ConfigError, from_dict
-from rayapp.data import prepare as rows
-from rayapp.data import recipe, tokens, windows
-from rayapp.data.growing import GrowingRows
+from rayapp.data import kinds, recipe, tokens
+from rayapp.data import preparation as rows
+from rayapp.data import prepared_windows as windows
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows
 from rayapp.data.sources import cutting
-from rayapp.finetune import prepare, show, sources
+from rayapp.finetune import plan_lines as show
+from rayapp.finetune import prepared_run as prepare
+from rayapp.finetune import source_rows as sources
 from rayapp.finetune.check import Input
 from rayapp.observe.activity import Phases
 from rayapp.order import Order
@@ -69,7 +73,8 @@ def test_a_run_that_began_with_rows_of_the_version_before_goes_on_with_them(
 
     new = given()
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "VERSIONS", {"chat": recipe.VERSIONS["chat"] - 1})
+        chats = replace(kinds.KINDS["chat"], version=kinds.KINDS["chat"].version - 1)
+        patch.setattr(recipe, "KINDS", {"chat": chats})
         before = given()
     root = open_storage(str(tmp_path)) / ".prepared"
     for folder in before.folders:

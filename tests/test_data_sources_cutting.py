@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from rayapp.data import sources
 from rayapp.data.sources import cutting
-from rayapp.data.sources.blocks import with_blocks
-from rayapp.data.sources.records import DataFile, DataSource, Piece, ReadUnit
+from rayapp.data.sources.cutting import with_blocks
+from rayapp.data.sources.parts import DataFile, DataSource, Piece, ReadUnit
 
 
 @pytest.fixture(autouse=True)

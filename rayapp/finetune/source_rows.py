@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from rayapp.config import Config
-from rayapp.data import prepare
+from rayapp.data import preparation
 from rayapp.data.prepared import Prepared, reasons
+from rayapp.data.prepared_windows import Preparation, Windows
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import SourceError
 from rayapp.data.stream import spare_cpus
-from rayapp.data.windows import Preparation, Windows
 from rayapp.observe.activity import Phases
 from rayapp.observe.words import number_of_bytes
 from rayapp.order import taken
@@ -37,7 +36,7 @@ def prepare_each(
         workers = config.data.workers, phases.bytes_done
         try:
             if recipe.window_bytes is None:
-                made[path] = prepare.prepare(recipe, root, *workers)
+                made[path] = preparation.prepare(recipe, root, *workers)
             else:
                 windows = Windows(recipe, root, config.run.seed)
                 (made[path],) = Preparation([windows], *workers).prepare()
@@ -80,7 +79,11 @@ def prepare_windows(
         phases.beside = "" if windows.ended else preparing(windows, needed)
 
     windows.progress = show
-    check = partial(_unusable_source, config, list(recipes))
+
+    def check(every: list[Prepared]) -> str | None:
+        problems = unusable_sources(config, dict(zip(recipes, every, strict=True)))
+        return "; ".join(problems) or None
+
     windows.start(needed, check, spare_cpus(config.cluster.min_workers))
     at_first = _rows_of_sources(config, list(recipes), first)
     least = [min(rows, most) for rows, most in zip(at_first, needed, strict=True)]
@@ -105,27 +108,18 @@ def preparing(windows: Preparation, rows: list[int]) -> str:
     return f"preparing window {number} of {about}{state.needed}, {size}"
 
 
-def _unusable_source(config: Config, paths: list[str], every: list[Prepared]) -> str | None:
-    """Return why the sources of a run cannot be trained on, None if they can."""
-    return "; ".join(unusable_sources(config, dict(zip(paths, every, strict=True)))) or None
-
-
 def unusable_sources(config: Config, made: Made) -> list[str]:
     """Return why each source that cannot be trained on cannot be."""
     field = "data.mixture" if config.data.mixture else "data.path"
-    limit = config.data.bad_rows
-    found = (unusable(prepared, f"{field}={path}", limit) for path, prepared in made.items())
-    return [problem for problem in found if problem]
-
-
-def unusable(prepared: Prepared, what: str, limit: float) -> str | None:
-    """Return why a source cannot be trained on, None if it can."""
-    if prepared.bad_share > limit:
-        shown = reasons(prepared.bad, prepared.examples)
-        return (
-            f"{what} is unusable in {prepared.bad_share:.1%} of its {prepared.records} records: "
-            f"{shown}. Correct them, or raise data.bad_rows (now {limit:.1%})"
-        )
-    if not prepared.counts["train"]["target_tokens"]:
-        return f"{what} is empty: no token of its {prepared.records} records bears loss"
-    return None
+    limit, found = config.data.bad_rows, []
+    for path, prepared in made.items():
+        what, records = f"{field}={path}", prepared.records
+        if prepared.bad_share > limit:
+            found.append(
+                f"{what} is unusable in {prepared.bad_share:.1%} of its {records} records: "
+                f"{reasons(prepared.bad, prepared.examples)}. Correct them, or raise data.bad_rows "
+                f"(now {limit:.1%})"
+            )
+        elif not prepared.counts["train"]["target_tokens"]:
+            found.append(f"{what} is empty: no token of its {records} records bears loss")
+    return found
