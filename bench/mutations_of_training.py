@@ -202,7 +202,7 @@ TRAINING = (
     Mutation(
         "diverging-takes-level-after-level",
         SPIKES,
-        "if len(self.in_a_row) < LEVEL or self.at_level < WINDOW:",
+        "if len(self.in_a_row) < LEVEL or self.at_level < RECENT:",
         "if len(self.in_a_row) < LEVEL:",
         "tests/test_train_loss_spikes.py",
     ),

@@ -27,7 +27,7 @@ from rayapp.storage import open_storage
 from rayapp.train import schedule
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
-from rayapp.train.step_sync import STAY, STOP
+from rayapp.train.step_sync import CONTINUE, STOP
 
 STEPS = 6
 COUNT = 11  # items
@@ -157,7 +157,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec) -> None:
         return original(engine)
 
     tasks.leave_now = leave
-    schedule.LeaveWatcher.due = lambda self: STOP if len(asked) >= 3 else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if len(asked) >= 3 else CONTINUE  # type: ignore[method-assign]
     rows = spec.data.rows("train")
     context = RankContext(
         torch.device("cpu"), lambda step: local_steps(rows, spec.order, rank, world, step)

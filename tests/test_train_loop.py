@@ -46,7 +46,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import LEVEL, Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
-from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement
 from rayapp.train.trainer import Trainer
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
@@ -546,7 +546,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     original = loop.agree
 
     def agree(engine: Engine, batch: Any) -> Agreement:
-        engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else STAY
+        engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else CONTINUE
         return original(engine, batch)
 
     loop.agree = agree
@@ -595,7 +595,7 @@ def giving_up_worker(rank: int, world: int, spec: LanguageSpec, why: str) -> Non
 
     trainer.sequential_batches = counted
     schedule.NOTICE_POLL_S = 0.0
-    schedule.LeaveWatcher.due = lambda self: STOP if why == "stop" and len(seen) >= 2 else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if why == "stop" and len(seen) >= 2 else CONTINUE  # type: ignore[method-assign]
     summary = train_rank(
         spec,
         RankContext(
@@ -697,7 +697,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("leave", [STAY, STOP, MOVE])
+@pytest.mark.parametrize("leave", [CONTINUE, STOP, RESTART])
 def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> None:
     """A node that is taken away may be gone before an evaluation ends."""
     done: list[str] = []
@@ -706,13 +706,13 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> N
     engine.evaluate = lambda step: done.append("evaluate") or {"eval_loss": 1.0}  # type: ignore[func-returns-value]
     engine.save = lambda step: done.append("save")
     (record,) = loop.train(engine, [OneRow(0, 1.0)])
-    assert done == (["evaluate"] if leave == STAY else ["save"]) and engine.left == leave
-    assert ("eval_loss" in record) == (leave == STAY)  # type: ignore[operator]
+    assert done == (["evaluate"] if leave == CONTINUE else ["save"]) and engine.left == leave
+    assert ("eval_loss" in record) == (leave == CONTINUE)  # type: ignore[operator]
 
 
 def test_what_is_asked_after_the_ranks_have_agreed_follows_the_next_step(engine: Engine) -> None:
     """The other ranks of this step do not know of it."""
-    answers = iter([STAY, STOP])
+    answers = iter([CONTINUE, STOP])
     engine.leave_due = lambda: next(answers)
     lines: list[Any] = list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
     assert [line["step"] for line in lines] == [1, 2] and engine.left == STOP

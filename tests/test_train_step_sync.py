@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rayapp import order
 from rayapp.order import StepCounts
-from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement, Totals
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement, Totals
 
 HIGHEST = 2**64 - 1  # of a rank's digest, so that the sum has more bits than an int64
 
@@ -30,7 +30,7 @@ def rank_of(rank: int, world: int) -> None:
             counts,
             digest,
             save=save and first,
-            leave=leave if first else STAY,
+            leave=leave if first else CONTINUE,
             poll=poll and first,
             group=dist.group.WORLD,
         )
@@ -41,13 +41,13 @@ def rank_of(rank: int, world: int) -> None:
     whole = order.combine([HIGHEST, *range(1, world)])
     ranks = world * (world - 1) // 2
     summed = StepCounts(ranks, world * 2**40, targets_by_source=(world, ranks))
-    for save, leave, poll in ((False, STAY, False), (True, STOP, False), (True, MOVE, True)):
+    for save, leave, poll in ((False, CONTINUE, False), (True, STOP, False), (True, RESTART, True)):
         of_rank = StepCounts(rank, 2**40, targets_by_source=(1, rank))
         found = agreed(of_rank, save, leave, poll)
         assert found == Totals(summed, whole, save, leave, poll)
         assert found.weight == max(ranks, 1)
     assert (
-        agreed(StepCounts(0), False, STAY, False).weight == 1
+        agreed(StepCounts(0), False, CONTINUE, False).weight == 1
     )  # no target in a batch: divided by one
 
 
@@ -57,7 +57,9 @@ def test_a_digest_is_of_64_bits(tmp_path: Path) -> None:
 
 def wrapped_rank(rank: int, world: int) -> None:
     digests = [
-        Agreement(StepCounts(1), digest, save=False, leave=STAY, poll=False, group=dist.group.WORLD)
+        Agreement(
+            StepCounts(1), digest, save=False, leave=CONTINUE, poll=False, group=dist.group.WORLD
+        )
         for digest in (5, 5 + 2**64, 6)
     ]
     one, same, other = (each.wait().digest for each in digests)

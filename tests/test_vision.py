@@ -45,7 +45,7 @@ from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
-from rayapp.train.step_sync import STAY, STOP
+from rayapp.train.step_sync import CONTINUE, STOP
 from rayapp.vision import classifier_run as checks
 from rayapp.vision import classifier_trainer
 from rayapp.vision.classifier_run import order_of, plan_of
@@ -197,7 +197,7 @@ def giving_up_worker(rank: int, world: int, spec: ImageSpec) -> None:
             yield batch
 
     classifier_trainer.held_out_batches = counted
-    schedule.LeaveWatcher.due = lambda self: STOP if seen else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if seen else CONTINUE  # type: ignore[method-assign]
     look = spec.config.data
     summary = train_rank(
         spec,

@@ -215,21 +215,21 @@ class Config(RunConfig):
     """One run."""
 
     MODULE: ClassVar[str] = "rayapp.finetune"
-    LOCAL: ClassVar[tuple[str, ...]] = (
+    PATH_FIELDS: ClassVar[tuple[str, ...]] = (
         "data.path",
         "data.eval_path",
         "data.chat_template",
         "model.path",
         "model.tokenizer",
     )
-    FREE: ClassVar[tuple[str, ...]] = (
+    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
         "data.workers",
         "train.micro_batch",
         "train.on_spike",
         "train.spike_sigmas",
         "eval.tasks.",
     )
-    GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
+    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
 
     model: Model = Model()
     data: Data = Data()

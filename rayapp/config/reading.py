@@ -73,13 +73,13 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
     """Return `field: old -> new` for each changed field that makes `new` another run.
 
     A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
-    `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `FREE`: none of
-    them changes what is trained. Where `new` is not `settled`, fields that it leaves at `auto` are
-    not compared.
+    `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `RESUME_SAFE`:
+    none of them changes what is trained. Where `new` is not `settled`, fields that it leaves at
+    `auto` are not compared.
     """
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     of_the_run = ("run.storage", "run.trackers", "run.hooks", "run.max_usd", "run.max_hours")
-    free = ("cluster.", "checkpoint.", *of_the_run, *new.FREE)
+    free = ("cluster.", "checkpoint.", *of_the_run, *new.RESUME_SAFE)
     return [
         f"{field}: {before.get(field)} -> {after.get(field)}"
         for field in sorted(before.keys() | after.keys())

@@ -48,7 +48,7 @@ from rayapp.observe.result import RunFailed, result_of, stays
 from rayapp.observe.run_folder import ASKED, DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
-from rayapp.train.spec import AnySpec, Beside
+from rayapp.train.spec import AnySpec, BackgroundWork
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Kind:
 
     Raises ConfigError: they cannot do what is asked.
     """
-    prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, Beside | None]]
+    prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, BackgroundWork | None]]
     """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, `describe` the
     run, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None

@@ -35,10 +35,10 @@ class Parts:
     optimizers: list[torch.optim.Optimizer]
     source: model.ModelSource
     tokenizer: Any
-    head: Head
+    head: OutputHead
 
 
-class Head:
+class OutputHead:
     """The output layer: returns (objective, loss).
 
     While `whole` it returns the logits of all positions [b, S, V] twice. A loss of the user's that
@@ -104,7 +104,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     config = spec.config
     source = model.resolve(config.model.path)
     tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
-    head = Head(config)
+    head = OutputHead(config)
     assert len(head.columns) == spec.data.columns, "the rows are of another train.loss"
     shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel

@@ -31,7 +31,7 @@ from rayapp.observe.words import TASK_LOSS
 from rayapp.storage import Storage
 from rayapp.train.engine import Engine, inputs
 from rayapp.train.loop import Interrupted
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 from rayapp.train.waiting import leave_now
 
 SHOWN = 6  # items of each task in the result
@@ -150,7 +150,7 @@ def score_tasks(
 
 
 def _leave(engine: Engine) -> int:
-    return leave_now(engine) if engine.interruptible else STAY
+    return leave_now(engine) if engine.interruptible else CONTINUE
 
 
 def _answers(

@@ -23,7 +23,7 @@ from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
-    Head,
+    OutputHead,
     Parts,
     compile_gain,
     compute_dtype,
@@ -49,7 +49,7 @@ from rayapp.train.loss import IGNORE
 from rayapp.train.model_reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 from rayapp.train.trainer import Trainer, peak_flops
 from rayapp.train.waiting import leave_now
 
@@ -187,7 +187,7 @@ class LanguageTrainer(Trainer):
             system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
-            leave=lambda: leave_now(engine) if engine.interruptible else STAY,
+            leave=lambda: leave_now(engine) if engine.interruptible else CONTINUE,
             room=config.micro_batch * config.data.seq_len,
         )
 
@@ -252,7 +252,7 @@ def per_token(
 
 
 def held_out_losses(
-    engine: Engine, batches: Iterable[StepRows], head: Head, names: Sequence[str] = ()
+    engine: Engine, batches: Iterable[StepRows], head: OutputHead, names: Sequence[str] = ()
 ) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches.
 

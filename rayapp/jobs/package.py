@@ -201,7 +201,7 @@ def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) 
     """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
-    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
+    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.PATH_FIELDS]
     paths += [("data.mixture", path) for path in tree["data"].get("mixture") or {}]
     tasks = (tree["eval"].get("tasks") or {}).items()
     paths += [(f"eval.tasks.{name}.path", task["path"]) for name, task in tasks]

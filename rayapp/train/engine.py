@@ -15,10 +15,10 @@ from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine
 from rayapp.observe.records import LoopState
 from rayapp.order import StepCounts
-from rayapp.train.loss_spikes import WINDOW, Spikes
+from rayapp.train.loss_spikes import RECENT, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 
 
 class Batch(Protocol):
@@ -72,14 +72,14 @@ class Engine:
     stalls: list[float] = field(default_factory=list)
     """Of each save, the seconds that training waited for it in `save` and in `settle`."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
-    leave_due: Callable[[], int] = field(default=lambda: STAY)
-    """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
+    leave_due: Callable[[], int] = field(default=lambda: CONTINUE)
+    """Whether to leave after this step: rank 0 answers CONTINUE, STOP or RESTART, others CONTINUE."""
     poll_due: Callable[[], bool] = field(default=lambda: False)
     """Whether all ranks call `poll` in this step: rank 0 decides, other ranks answer False."""
-    poll: Callable[[], int] = field(default=lambda: STAY)
-    """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
-    left: int = STAY
-    """Why the loop ended before the last step (STOP or MOVE), else STAY."""
+    poll: Callable[[], int] = field(default=lambda: CONTINUE)
+    """Return CONTINUE, STOP or RESTART, the same on all ranks, which call it together."""
+    left: int = CONTINUE
+    """Why the loop ended before the last step (STOP or RESTART), else CONTINUE."""
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
     ranks. Each is a figure of the step's line: summed over ranks, divided by the weight."""
@@ -139,7 +139,7 @@ class Engine:
         """Go on from the state of a checkpoint, {} without one."""
         self.skips, self.eval_owed = state.get("skips", 0), state.get("evaluate", False)
         if self.spikes is not None:
-            level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", WINDOW)
+            level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", RECENT)
             self.spikes = Spikes(self.spikes.sigmas, *level)
 
 

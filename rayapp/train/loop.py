@@ -28,7 +28,7 @@ from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import clip, set_lr
 from rayapp.train.step_sums import StepSums, Sums
-from rayapp.train.step_sync import STAY, Agreement, Totals
+from rayapp.train.step_sync import CONTINUE, Agreement, Totals
 from rayapp.train.waiting import leave_now, leave_of, next_batch
 
 logger = logging.getLogger("rayapp.train.loop")
@@ -49,7 +49,7 @@ class BadLoss(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The ranks have agreed to leave (args: STOP or MOVE) during an evaluation; all raise it."""
+    """The ranks have agreed to leave (args: STOP or RESTART) during an evaluation; all raise it."""
 
 
 class Update(NamedTuple):
@@ -136,7 +136,7 @@ def evaluate_or_leave(
         held_out, leave = {}, interrupted.args[0]
     finally:
         engine.interruptible = False
-    engine.eval_owed = leave != STAY
+    engine.eval_owed = leave != CONTINUE
     return held_out, leave
 
 

@@ -31,7 +31,7 @@ from rayapp.train.checkpoint.state import restore, start_from, state_tensors, st
 from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
-from rayapp.train.step_sync import MOVE, STAY
+from rayapp.train.step_sync import CONTINUE, RESTART
 from rayapp.train.trainer import Trainer
 
 
@@ -83,7 +83,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     def poll() -> int:
         notice = context.preemption()
         notices.extend([notice] if notice else [])
-        return MOVE if notice else STAY
+        return RESTART if notice else CONTINUE
 
     engine = trainer.engine(control)
     engine.attempt, engine.poll, engine.phases = attempt[0], poll, phases
@@ -92,7 +92,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     try:
         if not first_step:
             before = partial(trainer.before_first_step, engine)
-            _, engine.left = loop.evaluate_or_leave(engine, before, STAY)
+            _, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
             phases.end("before_first_step")
         last = None if engine.left else train(engine, context, first_step, log, phases)
         phases.begin("committing the last checkpoint")
@@ -158,7 +158,7 @@ def status_of(engine: Engine, complete: bool) -> str:
     """Say how training ended: done, moved (the workers left to be started again) or stopped."""
     if complete:
         return DONE
-    return MOVED if engine.left == MOVE else STOPPED
+    return MOVED if engine.left == RESTART else STOPPED
 
 
 def schedule(

@@ -44,7 +44,7 @@ class TrainingData(Protocol):
         """The number of held-out rows."""
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """What the driver does beside the training: it prepares the rows of later steps."""
 
     problem: str | None

@@ -1,6 +1,6 @@
 """Agree on a step's totals across ranks: one small all-reduce that overlaps the first forward pass.
 
-    agreement = Agreement(batch.counts(), digest, save=due, leave=STAY, poll=False, group=gloo)
+    agreement = Agreement(batch.counts(), digest, save=due, leave=CONTINUE, poll=False, group=gloo)
     ...
     agreement.wait().counts  # over all ranks
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rayapp import order
 from rayapp.order import StepCounts
 
-STAY, STOP, MOVE = 0, 1, 2  # after this step: go on, end the run, leave to be started again
+CONTINUE, STOP, RESTART = 0, 1, 2  # after this step: go on, end the run, leave to be started again
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Totals:
     """Of all rows of the step; it does not depend on how the ranks share them."""
     save: bool
     leave: int
-    """STAY, STOP or MOVE."""
+    """CONTINUE, STOP or RESTART."""
     poll: bool
 
     @property
