@@ -229,6 +229,8 @@ def exported(run: str) -> Storage:
     Raises:
         ConfigError: there is no such run, or no model in it yet.
     """
+    if "/" not in run and not Path(run).exists() and Path("runs", run).is_dir():
+        run = f"runs/{run}"  # the name of a run, as the other commands take it
     storage = open_storage(run)
     if not any((storage / MODEL).exists(name) for name in (ADAPTER, WHOLE)):
         raise ConfigError([_why_none(run, storage)])

@@ -40,6 +40,20 @@ def test_heads_tell_the_kind_and_what_is_wrong(tmp_path: Path) -> None:
     )
 
 
+def test_a_column_that_no_record_has_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"ticket": "It is late.", "label": "shipping"}\n' * 9)
+    path = str(tmp_path / "a.jsonl")
+    columns = {"question": "tickt", "answer": "label"}
+    found = first_records.inspect(path, sources.find(path, "auto"), "auto", 0.01, columns)
+    assert found.problems == [
+        f"data.columns={columns} is wrong: no record of {path} has 'tickt', but 'label', 'ticket'. "
+        "Correct the name"
+    ]
+    assert not first_records.inspect(
+        path, sources.find(path, "auto"), "auto", 0.01, {**columns, "question": "ticket"}
+    ).problems
+
+
 def test_data_bad_rows_decides_and_a_head_is_refused_only_if_nothing_is_usable(
     tmp_path: Path,
 ) -> None:

@@ -68,6 +68,14 @@ def inspect(
         refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns, names))
     if not refused:
         return Inspected(kind, tuple(unused), [])
+    there = {
+        name for record in firsts if isinstance(record.value, Mapping) for name in record.value
+    }
+    absent = [repr(name) for name in columns.values() if name not in there]
+    if absent:
+        has = ", ".join(map(repr, sorted(there))) or "no columns"
+        problem = f"no record of {path} has {' or '.join(absent)}, but {has}. Correct the name"
+        return Inspected(kind, tuple(unused), [f"data.columns={dict(columns)} is wrong: {problem}"])
     by_reason = {why: record for record, why in reversed(wrong)}
     examples = [(sources.place_of(source, r.file, r.place), why) for why, r in by_reason.items()]
     problem = (
