@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from rayapp.report import tables
 from rayapp.report.charts import charts_of
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.schedule import LeaveWatcher
 from rayapp.train.spec import LanguageSpec
+from rayapp.train.step_sync import STOP
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 4, 32, 8, 2
 SHARES = {"digits.txt": 1.0, "rare.txt": 0.01, "words.txt": 3.0}
@@ -128,11 +130,19 @@ def worker(rank: int, world: int, spec: LanguageSpec, summary: str) -> None:
         Path(summary).write_text(json.dumps(found))
 
 
-def train(spec: LanguageSpec, folder: Path, world: int) -> tuple[list[Any], Any]:
+def stopped_worker(rank: int, world: int, spec: LanguageSpec, summary: str) -> None:
+    LeaveWatcher.due = lambda self: STOP  # type: ignore[method-assign]
+    worker(rank, world, spec, summary)
+
+
+def train(
+    spec: LanguageSpec, folder: Path, world: int, worker: Callable[..., None] = worker
+) -> tuple[list[Any], Any]:
     """Run `world` processes; return the lines of metrics.jsonl and the summary."""
     name = spec.config.run.name
     summary = folder / f"{name}.json"
-    processes.spawn(worker, world, str(folder / f"{name}-meet"), spec, str(summary))
+    meet = folder / f"{name}-{worker.__name__}"
+    processes.spawn(worker, world, str(meet), spec, str(summary))
     text = Path(spec.run_url, "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()], json.loads(summary.read_text())
 
@@ -208,10 +218,13 @@ def rewarded(folder: Path) -> dict[str, float]:
 def test_a_loss_is_given_the_numbers_of_each_tokens_record(
     folder: Path, rewarded: dict[str, float]
 ) -> None:
-    """By a plain formula on each document alone; the same for 1 and 2 workers."""
+    """By a plain formula on each document alone; the same where 2 workers go on after 1 stopped."""
     values, loss = ("margin", "reward"), "test_train_sources:weighed"
     specs = [spec_of(folder, f"weighed-{n}", rewarded, values, loss=loss) for n in (1, 2)]
+    first, _ = train(specs[1], folder, 1, stopped_worker)
+    assert 0 < len(first) < STEPS
     (alone, last), (both, also_last) = (train(spec, folder, n) for n, spec in enumerate(specs, 1))
+    assert [line["workers"] for line in both] == [1] * len(first) + [2] * (STEPS - len(first))
     for one, two in zip(alone, both, strict=True):
         for name in ("own_loss", "loss", "grad_norm"):
             assert one[name] == pytest.approx(two[name], rel=1e-5)
