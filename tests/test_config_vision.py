@@ -55,7 +55,7 @@ def image_config(**overrides: Any) -> VisionConfig:
 def test_the_surface_is_closed_and_documented() -> None:
     every, language = fields(VisionConfig), fields(Config)
     own = [name for name in every if name.partition(".")[0] not in SHARED and "." in name]
-    assert own == FIELDS and every["task"] == "What is trained."
+    assert own == FIELDS and every["task"] == "Kind of the model to train."
     for name, text in every.items():
         assert len(text) > 10 and text.endswith("."), name
         if name.partition(".")[0] in SHARED:
