@@ -323,10 +323,10 @@ def test_held_out_data_are_chosen_once() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"- run\n- data\n", "is not a mapping: it holds a list. Give"),
-        (b"run", "is not a mapping: it holds a str. Give"),
+        (b"- run\n- data\n", "is not a mapping: it contains a list. Give"),
+        (b"run", "is not a mapping: it contains a str. Give"),
         (b"run: {name: a", "is not YAML: "),
-        (b"run: {name: a}\nrun: {seed: 1}\n", "run is there twice"),
+        (b"run: {name: a}\nrun: {seed: 1}\n", "the key run appears twice"),
         (b"run: {name: \xff}", "is not text: "),
         (b"run: {name: \x00}", "is not YAML: "),
         (b"data: {seq_len: " + b"9" * 5000 + b"}", "is not YAML: "),

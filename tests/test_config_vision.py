@@ -68,7 +68,7 @@ def test_the_task_says_what_is_trained() -> None:
     assert config.micro_batches_per_step == 16
     assert (config.cluster.min_workers, config.cluster.max_workers) == (4, 16)
     with pytest.raises(
-        ConfigError, match=r"task=vision is of another command.*Run python -m rayapp.vision"
+        ConfigError, match=r"task=vision is for another command.*Run python -m rayapp.vision"
     ):
         load(str(CONFIGS / "resnet50_imagenet.yaml"), None, Config)
     with pytest.raises(ConfigError, match=r"task=speech is unknown.*one of vision"):

@@ -116,7 +116,7 @@ def _refuse_unsuited(
     if isinstance(config, Config) and options["images"].lower() != "none":
         raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
     if usd_per_hour is not None and len(config.cluster.choices) > 1:
-        what = f"cluster.instance is a list. Set each price there, e.g. TYPE:spot@{usd_per_hour:g}"
+        what = f"cluster.instance is a list. Set each price in it, e.g. TYPE:spot@{usd_per_hour:g}"
         raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
 
 

@@ -288,23 +288,23 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield (
             ("data.packings", f"data.{field}"),
             f"data.packings={data.packings} is in conflict: with data.{field}="
-            f"{shown(getattr(data, field))} rows are packed in one way. Set data.packings=1",
+            f"{shown(getattr(data, field))} there is only one packing. Set data.packings=1",
         )
 
 
 def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     train, new = config.train, config.model.new_tokens
     if len(set(new) - {""}) < len(new):
-        what = "an empty token" if "" in new else "a token twice"
+        what = "contains an empty token" if "" in new else "contains a token twice"
         yield (
             ("model.new_tokens",),
-            f"model.new_tokens={shown(list(new))} is not valid: it has {what}. Set distinct texts",
+            f"model.new_tokens={shown(list(new))} is not valid: it {what}. Set distinct texts",
         )
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
-            "train.loss_kernel=liger is in conflict: it returns only the objective, which "
-            "differs from the loss with train.z_loss or train.label_smoothing. Set "
+            "train.loss_kernel=liger is in conflict: the kernel returns only the objective, and "
+            "train.z_loss and train.label_smoothing make the displayed loss differ from it. Set "
             "train.loss_kernel=chunked",
         )
     if train.loss is not None and (
@@ -312,14 +312,14 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     ):
         yield (
             ("train.loss", "train.z_loss", "train.label_smoothing", "train.loss_kernel"),
-            f"train.loss={train.loss} is in conflict: your function is the objective, so that "
+            f"train.loss={train.loss} is in conflict: your function is the objective, so "
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
         )
     if train.freeze and (config.model.lora is not None or config.model.init_from is not None):
         other, why, cure = (
-            ("lora", "only the adapters are trained", "Leave train.freeze out")
+            ("lora", "only the adapters are trained", "Remove train.freeze")
             if config.model.lora is not None
-            else ("init_from", "no checkpoint holds frozen weights", "Set model.path=RUN/model")
+            else ("init_from", "checkpoints contain no frozen weights", "Set model.path=RUN/model")
         )
         yield (
             ("train.freeze", f"model.{other}"),
@@ -331,8 +331,8 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     for name in taken & config.eval.tasks.keys():
         yield (
             ("eval.tasks", "eval.metrics"),
-            f"eval.tasks.{name} is in conflict: eval.metrics has a function of this name too. Set "
-            "another name",
+            f"eval.tasks.{name} is in conflict: eval.metrics has a function with the same name. "
+            "Rename one of the two",
         )
 
 
@@ -345,24 +345,24 @@ def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         value = "true" if lora.dora else lora.dropout
         yield (
             ("model.lora.target_parameters", f"model.lora.{name}"),
-            f"model.lora.{name}={value} is in conflict: peft has none for adapters of "
-            "parameters, as model.lora.target_parameters asks for. Leave one of them out",
+            f"model.lora.{name}={value} is in conflict: peft does not support it for "
+            "adapters of parameters (model.lora.target_parameters). Remove one of the two",
         )
     if OPTIMIZERS[train.optimizer].updates == "hidden matrices":
         yield (
             ("model.lora", "train.optimizer"),
-            f"train.optimizer={train.optimizer} is in conflict: it updates whole matrices, and an "
-            "adapter has two thin factors instead. Set train.optimizer=adamw",
+            f"train.optimizer={train.optimizer} is in conflict: it updates whole matrices, but an "
+            "adapter consists of two low-rank factors. Set train.optimizer=adamw",
         )
     if lora.quantize != "none" and config.model.from_scratch:
         yield (
             ("model.lora.quantize", "model.from_scratch"),
-            f"model.lora.quantize={lora.quantize} is in conflict: model.from_scratch=true has no "
-            "weights to hold in 4 bits. Set model.from_scratch=false",
+            f"model.lora.quantize={lora.quantize} is in conflict: with model.from_scratch=true "
+            "there are no weights to hold in 4 bits. Set model.from_scratch=false",
         )
     if lora.quantize != "none" and train.precision == "fp8":
         yield (
             ("model.lora.quantize", "train.precision"),
-            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also says "
-            "how the blocks' matmuls are done. Set train.precision=bf16",
+            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also sets "
+            "the precision of the blocks' matmuls. Set train.precision=bf16",
         )

@@ -212,7 +212,7 @@ class RunConfig(Section):
             yield (
                 ("cluster.usd_per_hour", "cluster.instance"),
                 f"cluster.usd_per_hour={cluster.usd_per_hour:g} is ambiguous: "
-                f"cluster.instance is a list. Set each price there, e.g. "
+                f"cluster.instance is a list. Set each price in that list, e.g. "
                 f"{cluster.choices[0].instance}@{cluster.usd_per_hour:g}",
             )
 
@@ -262,6 +262,6 @@ def indivisible(field: str, value: int, unit: int, what: str) -> str:
     below = value // unit * unit
     legal = " or ".join(f"{each:_}" for each in (below, below + unit) if each)
     return (
-        f"{field}={value} is not divisible: a step is a whole number of micro-batches of {what}. "
+        f"{field}={value} is not divisible: a step must be whole micro-batches of {what}. "
         f"Set {field}={legal}"
     )

@@ -158,8 +158,8 @@ class VisionConfig(RunConfig):
     )
     GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
     ABSENT: ClassVar[Mapping[str, str]] = {
-        "model.init_from": "a classifier begins with an exported folder, which has batch-norm's "
-        "statistics and the averaged weights. Set model.path=RUN/model",
+        "model.init_from": "a classifier starts from an exported folder, which contains the "
+        "batch-norm statistics and the averaged weights. Set model.path=RUN/model",
     }
 
     task: Literal["vision"] = "vision"
@@ -181,8 +181,8 @@ class VisionConfig(RunConfig):
             least, most = data.crop_scale
             yield (
                 ("data.crop_scale",),
-                f"data.crop_scale={least}, {most} is not a range: an area is above 0, the least "
-                "before the most. Set e.g. data.crop_scale=0.08,1",
+                f"data.crop_scale={least}, {most} is not a range: the minimum must be above 0 "
+                "and not above the maximum. Set e.g. data.crop_scale=0.08,1",
             )
 
     @property
