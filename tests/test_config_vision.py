@@ -134,5 +134,5 @@ def test_what_a_classifier_lacks_is_refused_with_a_way() -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, {"model.init_from": "first"}, VisionConfig)
     (problem,) = caught.value.problems
-    assert problem.startswith("model.init_from=first is not available: a classifier begins with an")
+    assert problem.startswith("model.init_from=first is not available: a classifier starts from an")
     assert problem.endswith("Set model.path=RUN/model")
