@@ -17,8 +17,8 @@ class EvalTask(Section):
     """Prompts or chats, read like `data.path`; the last answer of each record is the reference."""
     score: Score = "exact"
     """When an answer is right. exact: the same text as the reference. normalised: the same words.
-    number: the same last number. json: an equal value. regex: the answer contains the pattern that
-    the reference is. loss: nothing is generated; the score is the loss of the references."""
+    number: the same last number. json: an equal value. regex: the answer contains a match of the
+    reference, a pattern. loss: nothing is generated; the score is the loss of the references."""
     max_tokens: int = Field(default=256, ge=1, le=65_536)
     """Maximum number of tokens of an answer."""
 
