@@ -46,7 +46,8 @@ def ours(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, flo
     """Prepare every unit of a file; return tokens and seconds."""
     import corpus
 
-    from rayapp.data import prepare, sources
+    from rayapp.data import preparation as prepare
+    from rayapp.data import sources
     from rayapp.storage import open_storage
 
     recipe = corpus.recipe(path, kind, tokenizer_url, SEQ_LEN, 0.0)  # loads the tokenizer

@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from rayapp.config import Config
 from rayapp.data.packing import IGNORE
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.data.tokens import byte_tokenizer
 from rayapp.finetune.build import make_parts
+from rayapp.order import StepCounts
 from rayapp.train import loop
 from rayapp.train.engine import Engine
 
@@ -82,9 +83,9 @@ def make_engine(config: Config, device: torch.device) -> Engine:
     return Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, control)
 
 
-def step(engine: Engine, batch: StepRows) -> tuple[tuple[int, ...], float]:
-    """Run one step; return the sums of all ranks' batches and the loss in nats per token."""
+def step(engine: Engine, batch: StepRows) -> tuple[StepCounts, float]:
+    """Run one step; return the counts of all ranks' batches and the loss in nats per token."""
     agreement = loop.agree(engine, batch)
     update = loop.train_step(engine, batch, agreement)
     totals: Any = agreement.wait()
-    return totals.sums, update.sums.loss / totals.weight
+    return totals.counts, update.sums.loss / totals.weight

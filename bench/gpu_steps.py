@@ -27,7 +27,7 @@ from rayapp import hardware, model
 from rayapp.config import Config, VisionConfig, load
 from rayapp.data.images.batches import StepImages
 from rayapp.data.packing import position_ids
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.hardware import GIB
 from rayapp.model.classifier import forward_flops, shape_of_classifier
 from rayapp.model.init import allocate, local_part
@@ -65,8 +65,8 @@ def measure(row: Row, device: torch.device) -> dict[str, Any]:
         engine = engine_of(config, device)
         run = _steps_of(engine)
     found = _timed(run, rows, engine, device)
-    tokens = sum(batch.sums()[1] for batch in rows) / count
-    pairs = sum(batch.sums()[2] for batch in rows) / count
+    tokens = sum(batch.counts().tokens for batch in rows) / count
+    pairs = sum(batch.counts().attended_pairs for batch in rows) / count
     found["tokens_per_step"] = round(tokens)
     found["tokens_per_s"] = tokens * 1e3 / found["wall_ms"]
     found["mfu"] = _mfu(config, model_values(row, device), pairs / tokens, found["tokens_per_s"])

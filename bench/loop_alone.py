@@ -17,7 +17,7 @@ import yaml
 
 from rayapp.config import Config, from_dict
 from rayapp.data import prepared as prepared_data
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.order import Order
 from rayapp.storage import open_storage
 from rayapp.train.rank import RankContext, train_rank

@@ -17,7 +17,7 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
     )
 )
 FENCE = "rayapp/driver/fence.py"
-METRICS = "rayapp/observe/metrics.py"
+METRICS = "rayapp/observe/metrics_log.py"
 OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
 OF_RECOVERY = "tests/test_driver_recovery.py"
@@ -211,15 +211,15 @@ DRIVER = (
     Mutation(
         "lines-end-with-an-s3-error",
         METRICS,
-        "                self._error = error\n                self._changed.set()\n",
+        "                self._error = error\n",
         "                self._error = error\n                return\n",
         OF_METRICS,
     ),
     Mutation(
         "not-a-number-in-json",
         METRICS,
-        "json.dumps(_finite(asdict(record)), allow_nan=False)",
-        "json.dumps(asdict(record))",
+        "json.dumps(_finite(line), allow_nan=False)",
+        "json.dumps(line)",
         OF_METRICS,
     ),
     Mutation(
@@ -316,7 +316,7 @@ DRIVER = (
     ),
     Mutation(
         "a-peer-is-blamed",
-        "rayapp/observe/ending.py",
+        "rayapp/observe/attempts.py",
         "RayActorError), follows, rank",
         "RayActorError), rank",
         "tests/test_observe_result.py -k explain",
@@ -331,8 +331,8 @@ DRIVER = (
     Mutation(
         "list-costs-its-first-type",
         "rayapp/observe/events.py",
-        "list(places).count(choice.place), nodes_of(one, left)",
-        "len(places), nodes_of(one, left)",
+        "list(places).count(choice.place), nodes",
+        "len(places), nodes",
         "tests/test_observe_events.py -k list",
     ),
     Mutation(

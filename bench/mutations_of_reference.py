@@ -18,7 +18,7 @@ PLAIN_ENTROPY = (
 REFERENCE = (
     Mutation(
         "n1-padding-is-a-document",
-        "rayapp/data/rows.py",
+        "rayapp/data/token_rows.py",
         "if not ((segments == segments[:, :1]) | (segments == 0)).all():",
         "if not (segments == segments[:, :1]).all():",
         NAMED,
@@ -70,7 +70,7 @@ REFERENCE = (
     ),
     Mutation(
         "n9-counted-with-sdpa",
-        "rayapp/finetune/prepare.py",
+        "rayapp/finetune/prepared_run.py",
         'lm = model.build(shape, loss=model.no_loss, attention="eager")',
         "lm = model.build(shape, loss=model.no_loss)",
         NAMED,
@@ -113,7 +113,7 @@ REFERENCE = (
     ),
     Mutation(
         "padding-has-experts",
-        "rayapp/data/rows.py",
+        "rayapp/data/token_rows.py",
         "if present.any() and not present.all():",
         "if False:",
         NAMED,

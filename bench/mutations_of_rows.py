@@ -7,23 +7,29 @@ from mutated import Mutation
 SEQUENCE, BIJECTION, SHARES, DIGEST = (
     f"rayapp/order/{name}.py" for name in ("sequence", "bijection", "shares", "digest")
 )
-PACKING, DATA_ROWS, STREAM = (f"rayapp/data/{name}.py" for name in ("packing", "rows", "stream"))
-CHAT, DOCUMENTS, PREPARE = (f"rayapp/data/{name}.py" for name in ("chat", "documents", "prepare"))
+PACKING, DATA_ROWS, STREAM = (
+    f"rayapp/data/{name}.py" for name in ("packing", "token_rows", "stream")
+)
+CHAT, DOCUMENTS, PREPARE = (
+    f"rayapp/data/{name}.py" for name in ("chat", "documents", "preparation")
+)
 RECIPE, TOKENISING = "rayapp/data/recipe.py", "rayapp/data/tokenising.py"
-SECTIONS, TOKEN_STORE = "rayapp/data/sections.py", "rayapp/data/token_store.py"
-READING = "rayapp/data/sources/reading.py"
+SECTIONS, TOKEN_STORE = "rayapp/data/token_sections.py", "rayapp/data/token_store.py"
+READING = "rayapp/data/sources/pieces.py"
 S3_CLIENT = "rayapp/storage/s3_client.py"
 OF_INPUTS = "tests/test_storage_inputs.py -k 'moto and (version or just_written)'"
 OF_ORDER = "tests/test_order.py -k 'not evenly and not well'"
-OF_PREPARE = "tests/test_data_prepare.py -k 'every_document or copies or each_part or truncated'"
+OF_PREPARE = (
+    "tests/test_data_preparation.py -k 'every_document or copies or each_part or truncated'"
+)
 
 ROWS = (
     # ---- Which row is where
     Mutation(
         "ranks-take-stretches",
         SEQUENCE,
-        "index = rank + world * np.arange(num_micro)",
-        "index = rank * num_micro + np.arange(num_micro)",
+        "index = rank + world * np.arange(count)",
+        "index = rank * count + np.arange(count)",
         OF_ORDER,
     ),
     Mutation(
@@ -286,21 +292,21 @@ ROWS = (
         RECIPE,
         '                "tokenizer": self.tokenizer_digest,\n                "version": [',
         '                "version": [',
-        "tests/test_data_prepare.py -k other_tokens",
+        "tests/test_data_preparation.py -k other_tokens",
     ),
     Mutation(
         "a-unit-takes-whole-cells",
         PREPARE,
         "if not by_place or piece.start <= record.place < piece.end:",
         "if True:",
-        "tests/test_data_prepare.py -k 'first_version and jsonl'",
+        "tests/test_data_preparation.py -k 'first_version and jsonl'",
     ),
     Mutation(
         "tokens-are-not-checked",
         SECTIONS,
         "if not packed or checksum_of(packed, seed, number) != checksum:",
         "if not packed:",
-        "tests/test_data_sections.py -k bit",
+        "tests/test_data_token_sections.py -k bit",
     ),
     Mutation(
         "a-claim-is-not-waited-for",

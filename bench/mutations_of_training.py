@@ -18,7 +18,7 @@ TRAINING = (
         "loss-by-own-tokens",
         LOOP,
         "(objective / agreement.wait().weight).backward()",
-        "(objective / max(dist.get_world_size() * batch.sums()[0], 1)).backward()",
+        "(objective / max(dist.get_world_size() * batch.counts().weight, 1)).backward()",
         WHOLE_RUN,
     ),
     Mutation(
@@ -110,8 +110,8 @@ TRAINING = (
     Mutation(
         "no-target-divides-by-zero",
         SYNC,
-        "return max(self.sums[0], 1)",
-        "return self.sums[0]",
+        "return max(self.counts.weight, 1)",
+        "return self.counts.weight",
         "tests/test_train_step_sync.py",
     ),
     Mutation(
@@ -202,7 +202,7 @@ TRAINING = (
     Mutation(
         "diverging-takes-level-after-level",
         SPIKES,
-        "if len(self.in_a_row) < LEVEL or self.at_level < WINDOW:",
+        "if len(self.in_a_row) < LEVEL or self.at_level < RECENT:",
         "if len(self.in_a_row) < LEVEL:",
         "tests/test_train_loss_spikes.py",
     ),

@@ -42,13 +42,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from loop_alone import spec_of
 from ports import free_port
 
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.driver.observe import Observer
 from rayapp.driver.ray_workers import CPU_ENVIRONMENT
 from rayapp.observe import trackers
 from rayapp.observe.gauges import Steps
-from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.storage import Storage, open_storage
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
@@ -82,9 +81,9 @@ def train(run: Path, steps: int, block: int) -> None:
     spec = spec_of(run, steps, NAME)
     rows, order, gauges = spec.data.rows("train"), spec.order, Steps(NAME, rank)
 
-    def tell(record: StepRecord) -> None:
-        if observed(record.step, block):
-            gauges.step(record)
+    def tell(line: MetricsLine) -> None:
+        if observed(line["step"], block):
+            gauges.step(line)
 
     context = RankContext(
         torch.device("cpu"),

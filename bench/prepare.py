@@ -101,7 +101,7 @@ def prepare_corpus(folder: str) -> dict[str, float]:
     import corpus
 
     import rayapp
-    from rayapp.data import prepare
+    from rayapp.data import preparation as prepare
     from rayapp.driver.ray_session import connected
     from rayapp.storage import open_storage
 

@@ -31,7 +31,7 @@ import yaml
 
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
-from rayapp.finetune.prepare import order_of
+from rayapp.finetune.prepared_run import order_of
 from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.order import Order
 from rayapp.storage import open_storage

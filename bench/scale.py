@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 import corpus
 import numpy as np
 
-from rayapp.data import prepare, prepared
+from rayapp.data import preparation as prepare
+from rayapp.data import prepared
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.sources import cutting, find
 from rayapp.storage.base import Storage

@@ -21,7 +21,8 @@ from pathlib import Path
 import corpus
 import numpy as np
 
-from rayapp.data import prepare, sources
+from rayapp.data import preparation as prepare
+from rayapp.data import sources
 from rayapp.data.recipe import RowRecipe
 
 SEQ_LEN, LOW, HIGH = 2048, 400, 120_000

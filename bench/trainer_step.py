@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from rayapp.data.packing import position_ids
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.train.memory_peaks import Peaks
 
 FILLER = {"input_ids": 0, "labels": -100, "position_ids": 0}

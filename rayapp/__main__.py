@@ -25,6 +25,7 @@ Runs
   report     write report.html of a run, or one page that compares several runs
   generate   generate text with a run's model
   check      open a run's model in transformers, vLLM and llama.cpp, and compare
+  merge      make one model of a run's adapter and its base
   publish    upload a run's model to the Hugging Face hub, with its card and licence
   du         show the disk usage of runs, rows and tokens in a storage
   rm         remove a run

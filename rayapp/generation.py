@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rayapp.config import ConfigError
+from rayapp.data.kinds import takes_template
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe import status
 from rayapp.observe.records import Sections
@@ -216,9 +217,8 @@ def load(run: str) -> Loaded:
                 path, dtype="auto", trust_remote_code=False
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        chats = (
-            bool(tokenizer.chat_template) and _config(storage).get("data", {}).get("kind") == "chat"
-        )
+        kind = str(_config(storage).get("data", {}).get("kind"))
+        chats = bool(tokenizer.chat_template) and takes_template(kind)
         system = status.read_plan(storage).get("system", "")
         return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all(), system)
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_data_prepare import here, recipe, tokenizer_url  # noqa: F401  fixtures
+from test_data_preparation import here, recipe, tokenizer_url  # noqa: F401  fixtures
 
 from rayapp.__main__ import main
 from rayapp.config import Config
@@ -21,7 +21,7 @@ from rayapp.data import sources, tokens
 from rayapp.data.prepared import Prepared, load, mixed
 from rayapp.data.recipe import RowRecipe
 from rayapp.driver.lease import held
-from rayapp.finetune.prepare import plan_of
+from rayapp.finetune.prepared_run import plan_of
 from rayapp.model import resolve
 from rayapp.observe.run_folder import CONFIG, EVENTS, PLAN, RESULT, RUN_ID, Exit
 from rayapp.order import Order

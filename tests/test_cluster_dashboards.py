@@ -55,19 +55,20 @@ import sys, time
 import ray
 from ray.util.metrics import Gauge
 from rayapp.observe.gauges import Steps, tell_end
-from rayapp.observe.metrics import TokenRecord
+from rayapp.config.fields import TOKENS
+from rayapp.observe.metrics import columns_of, line_of
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
-fields = TokenRecord.__dataclass_fields__
-numbers = {name: {"a": 2} if name.endswith("by_source") else 0.5 for name in fields}
+several = ("loss_by_source", "tokens_by_source", "eval_loss_by_source", "eval_metrics")
+numbers = {name: {"a": 2} if name in several else 0.5 for name in columns_of(TOKENS)}
 step = 0
 while True:
     step += 1
     bad = step % 10 == 0
     facts = {"step": step, "tokens": 64, "workers": 2, "attempt": 1, "mfu": 0.25}
     facts |= {"skipped": bad, "loss": float("nan") if bad else 2.0, "eval_loss": None}
-    told.step(TokenRecord(**numbers | facts))
+    told.step(line_of(TOKENS, numbers, facts))
     planned.set(0.5, {"run": "driven"})
     tell_end("driven", "stopped")  # at each step: Ray shows it for 5 s
     time.sleep(0.5)

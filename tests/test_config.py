@@ -178,7 +178,7 @@ def test_a_short_yaml_is_not_long_to_read() -> None:
     """Nine aliases a line would be 9^n values; a message shows the beginning of a value."""
     lines = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{f'*a{n - 1},' * 9}]" for n in range(1, 30)]
     for text, line in ((lines[0], 1), ("a: [b]\nb: &x {c: 1}", 2), ("\n".join(lines), 1)):
-        with pytest.raises(yaml.YAMLError, match=rf"anchors .* not read(.|\n)*line {line},"):
+        with pytest.raises(yaml.YAMLError, match=rf"anchors .* not supported(.|\n)*line {line},"):
             parse_yaml(text)
     for text, why in (("[" * 10_000, "nested too deeply"), (f"[{'9' * 5000}]", "4300 digits")):
         with pytest.raises(yaml.YAMLError, match=why):
@@ -268,6 +268,12 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:
     found = problems(**{field.replace(".", "__"): value})
     assert len(found) == 1 and found[0].startswith(start), found
+
+
+def test_a_field_of_a_task_of_ones_own_name_is_told() -> None:
+    (found,) = problems(eval__tasks={"mine": {"path": "a.jsonl", "zzzzz": "exact"}})
+    assert found.startswith("eval.tasks.mine.zzzzz=exact is unknown"), found
+    assert found.endswith("Set one of path, score, max_tokens"), found
 
 
 @pytest.mark.parametrize(

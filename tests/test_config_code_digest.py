@@ -44,7 +44,7 @@ def added():
 def accuracy(logits, labels):
     return logits + OTHER
 
-class Beside:
+class BackgroundWork:
     size = 1
 
 if __name__ == "__main__":

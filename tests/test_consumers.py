@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import served
+import torch
 import vllm_experts
 from reference import product
 from run_folders import RunFolder
 from test_model_new_tokens import ANSWERS, NEW, base
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from rayapp import consumers, model
 from rayapp.__main__ import main
@@ -184,6 +187,33 @@ def test_check_says_what_transformers_makes_of_a_run(
 ) -> None:
     assert main(["check", str(run)]) == 0
     assert capfd.readouterr().out.splitlines()[1].split() == [TRANSFORMERS, "yes", "yes", "yes"]
+
+
+def test_an_adapter_and_its_base_become_one_model(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapter = peft.get_peft_model(hf, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, weight in adapter.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    adapter.save_pretrained(tmp_path / "a" / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(run / "model" / name, tmp_path / "a" / "model")
+    (tmp_path / "a" / "model" / "README.md").write_text("of the adapter")
+    monkeypatch.chdir(tmp_path)
+    assert main(["merge", "a"]) == 0
+    assert capsys.readouterr().out == "merged model in a-merged\n"
+    merged = AutoModelForCausalLM.from_pretrained("a-merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16 and not Path("a-merged", "README.md").exists()
+    wanted = adapter.merge_and_unload().to(torch.bfloat16).state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in merged.state_dict().items())
+    assert AutoTokenizer.from_pretrained("a-merged").chat_template
+    assert main(["merge", "a"]) == main(["merge", str(run)]) == 2
+    used, whole = capsys.readouterr().err.splitlines()[-2:]
+    assert "--out=a-merged is in use" in used and "has no adapter" in whole
 
 
 @pytest.mark.full

@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp.data.chat import APART, CLOSES, SWITCHED, ChatTemplate
 from rayapp.data.documents import Renderer
+from rayapp.data.kinds import NOT_UNICODE
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
-from rayapp.data.problems import NOT_UNICODE
 from rayapp.data.tokens import (
     CHAT_TEMPLATE,
     FIRST_TEMPLATE,

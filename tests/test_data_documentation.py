@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_data_prepare import here, tokenizer_url  # noqa: F401  a fixture
+from test_data_preparation import here, tokenizer_url  # noqa: F401  a fixture
 from test_data_sources_streams import PACKED, WRITERS
 
-from rayapp.data import heads, sources, tokens
+from rayapp.data import first_records, sources, tokens
 from rayapp.data.packing import IGNORE
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.order import Order
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
@@ -33,7 +33,7 @@ def shapes() -> dict[str, tuple[list[str], dict[str, Any]]]:
 
 def train(source: sources.DataSource, kind: str, url: str, folder: Path) -> str:
     """Make rows of a source as a run does, take two steps, and say so; or return the refusal."""
-    head = heads.inspect("data", source, kind, 0.0)
+    head = first_records.inspect("data", source, kind, 0.0)
     if head.problems:
         problem = re.sub(
             r"^.*? records: \S+ (.*?)(?: \(and .*)?\. Correct.*$", r"\1", head.problems[0]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp.data import long_texts
 from rayapp.data.documents import Renderer
-from rayapp.data.problems import problem_of
+from rayapp.data.kinds import problem_of
 
 
 @pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])

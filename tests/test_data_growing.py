@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_prepare import (  # noqa: F401  fixtures
+from test_data_preparation import (  # noqa: F401  fixtures
     VALUES,
     recipe,
     tokenised,
     tokenizer_url,
     write_jsonl,
 )
-from test_data_windows import (  # noqa: F401  fixtures
+from test_data_prepared_windows import (  # noqa: F401  fixtures
     in_this_process,
     order_of,
     prepare,
@@ -30,13 +30,12 @@ from test_data_windows import (  # noqa: F401  fixtures
     windowed,
 )
 
-from rayapp.data import growing, windows
-from rayapp.data.growing import GrowingRows
+from rayapp.data import prepared_windows as windows
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows, Preparation, Windows
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import StepRows, local_steps, step_rows
 from rayapp.data.sources import SourceError
-from rayapp.data.windows import Preparation, Windows
+from rayapp.data.token_rows import StepRows, local_steps, step_rows
 from rayapp.order import combine
 
 STEPS, SEED = 40, 5
@@ -83,8 +82,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
             yield from in_this_process(*given[:2], [task])
 
     monkeypatch.setattr(windows, "run_tasks", run)
-    monkeypatch.setattr(growing, "POLL_S", 0.01)
-    growing._shard_of.cache_clear()
+    monkeypatch.setattr(windows, "POLL_S", 0.01)
+    windows._shard_of.cache_clear()
     return allowed
 
 
@@ -175,7 +174,7 @@ def test_a_driver_that_is_killed_while_it_prepares_changes_nothing(
     tokenised: list[int],  # noqa: F811
 ) -> None:
     """Nothing is tokenised twice, whichever task was the last."""
-    growing._shard_of.cache_clear()
+    windows._shard_of.cache_clear()
     root = root_of(tmp_path / "out")
     monkeypatch.setattr(windows, "run_tasks", in_this_process)
     whole = expected(windowed, tmp_path / "beforehand")

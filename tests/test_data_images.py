@@ -541,7 +541,7 @@ def test_a_micro_batch_gives_the_model_the_images_that_exist(images: Images) -> 
     other = step_images(images.rows("train"), LOOK, ORDER, ORDER.num_steps - 1, 1, 2)
     more = [len(other.inputs(i)["images"]) for i in range(2)]
     assert sum(counts) + sum(more) == 9  # 72 images are 8 whole steps
-    assert batch.sums()[0] + other.sums()[0] == sum(r != EMPTY for r in ORDER.rows(7))
+    assert batch.counts().weight + other.counts().weight == sum(r != EMPTY for r in ORDER.rows(7))
     assert 0 in more  # rank 1 has no second micro-batch
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_prepare import (  # noqa: F401  fixtures
+from test_data_preparation import (  # noqa: F401  fixtures
     VALUES,
     make,
     recipe,
@@ -21,14 +21,15 @@ from test_data_prepare import (  # noqa: F401  fixtures
     tokenizer_url,
     write_jsonl,
 )
-from test_finetune_prepare import ready_run
+from test_finetune_prepared_run import ready_run
 
-from rayapp.data import prepare as rows
+from rayapp.data import preparation as rows
 from rayapp.data import unit_rows
 from rayapp.data.packing import in_groups, lay_out
 from rayapp.data.prepared import Prepared, repacked
 from rayapp.data.recipe import RowRecipe
-from rayapp.finetune import prepare, show
+from rayapp.finetune import plan_lines as show
+from rayapp.finetune import prepared_run as prepare
 from rayapp.observe.activity import Phases
 from rayapp.storage import open_storage
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_data_prepare import VALUES, here, small_units, tokenizer_url, write_jsonl  # noqa: F401
+from test_data_preparation import VALUES, here, small_units, tokenizer_url, write_jsonl  # noqa: F401
 
 from rayapp.data import tokens
 from rayapp.data.prepared import duplicate_share, mixed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from rayapp.config.fields import RecordKind
 from rayapp.data import shapes
-from rayapp.data.problems import problem_of
+from rayapp.data.kinds import KINDS, problem_of
 from rayapp.data.shapes import (
     ShapeError,
     kind_of,
@@ -199,12 +200,22 @@ def test_null_is_no_text(row: Any, kind: str) -> None:
     assert problem_of(standard(row, kind), kind)
 
 
+def test_each_kind_has_the_shape_of_its_standard_records() -> None:
+    assert tuple(KINDS) == get_args(RecordKind)
+    standard_shapes = {shape.kind: shape.needs for shape in shapes.SHAPES if not shape.to}
+    assert standard_shapes == {kind: each.columns for kind, each in KINDS.items()}
+
+
 def test_fields_of_messages_that_nothing_is_made_of_are_named() -> None:
     answer = {**ASSISTANT, "refusal": None, "toolCalls": [], "name": "x", "text": "\ud83d"}
-    chat = {"messages": [{**USER, "weight": 1, "\ud83d": 1}, answer]}
-    assert unused_fields(chat) == ("messages.\\ud83d", "messages.toolCalls", "messages.text")
+    messages = [{**USER, "weight": 1, "\ud83d": 1}, answer]
+    assert unused_fields(messages) == (
+        "messages.\\ud83d",
+        "messages.toolCalls",
+        "messages.text",
+    )
     turns = {"conversations": [{"from": "gpt", "value": "A", "html": "<p>"}]}
-    assert unused_fields(standard(turns, "chat")) == ("messages.html",)
+    assert unused_fields(standard(turns, "chat")["messages"]) == ("messages.html",)
 
 
 NUMBERS: dict[str, tuple[Any, float | str]] = {

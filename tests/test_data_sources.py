@@ -26,9 +26,11 @@ from rayapp.data.sources import (
     cutting,
     hub,
     json_lines,
-    reading,
 )
-from rayapp.data.sources.records import opened
+from rayapp.data.sources import (
+    pieces as reading,
+)
+from rayapp.data.sources.parts import opened
 from rayapp.storage import open_storage
 
 FILES = {  # of a folder with all that a folder may hold beside the data

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.data import sources
-from rayapp.data.sources import json_lines, reading
+from rayapp.data.sources import json_lines
+from rayapp.data.sources import pieces as reading
 
 LETTERS = st.text(st.sampled_from('ab "\\\n\t/é中😀\ud83d\x7f'), max_size=60)
 VALUES = st.dictionaries(

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from patience import PATIENCE_S
 
-from rayapp.data import rows as row_files
 from rayapp.data import stream
+from rayapp.data import token_rows as row_files
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
-from rayapp.data.rows import (
+from rayapp.data.token_rows import (
     PLACED,
     StepRows,
     TokenRows,
@@ -108,10 +108,10 @@ def deal(prepared: Prepared, order: Order, first_step: int, world: int) -> list[
 
 
 @pytest.fixture
-def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make windows of two chunks of two steps."""
+def short_executions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make executions of two chunks of two steps."""
     monkeypatch.setattr(stream, "MAX_STEPS_PER_CHUNK", 2)
-    monkeypatch.setattr(stream, "WINDOW_BLOCKS", 1)
+    monkeypatch.setattr(stream, "EXECUTION_BLOCKS", 1)
     monkeypatch.setattr(stream, "LEAST_CHUNKS", 2)
 
 
@@ -153,28 +153,28 @@ def test_the_stream_is_what_one_process_reads(
 
 
 @pytest.mark.parametrize("first_step", [0, 3, 20])
-def test_windows_follow_one_another(
-    ray_cluster: None, tmp_path: Path, short_windows: None, first_step: int
+def test_executions_follow_one_another(
+    ray_cluster: None, tmp_path: Path, short_executions: None, first_step: int
 ) -> None:
     order = Order.for_steps(num_rows=17, rows_per_step=6, micro_batch=2, seed=3, num_steps=21)
     check(random_rows(str(tmp_path)), order, first_step, 2)
 
 
-def test_the_next_window_is_read_before_the_last_one_ends(
-    ray_cluster: None, short_windows: None, monkeypatch: pytest.MonkeyPatch
+def test_the_next_execution_is_read_before_the_last_one_ends(
+    ray_cluster: None, short_executions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "LEAST_CHUNKS", 8)
     order = Order.for_steps(num_rows=17, rows_per_step=1, micro_batch=1, seed=0, num_steps=32)
     dealt = stream.blocks(order, 0, 1, 8, {}, lambda step, rank, columns: None)
-    assert dealt.windows == 2
+    assert dealt.executions == 2
     (shard,) = dealt.split()
     waits = list[float]()
     blocks = shard.blocks()
-    for number in range(dealt.windows * dealt.chunks):
+    for number in range(dealt.executions * dealt.chunks):
         began = time.monotonic()
         next(blocks)
         waits.append(time.monotonic() - began)
-        meanwhile = dealt.chunks * 3 // 4 <= number < dealt.chunks  # the next window is opened
+        meanwhile = dealt.chunks * 3 // 4 <= number < dealt.chunks  # the next execution is opened
         time.sleep(1.5 if meanwhile else 0.3)  # the steps of a chunk
     assert max(waits[1:]) < 1.0, [round(wait, 2) for wait in waits]
 
@@ -268,7 +268,7 @@ def test_the_start_is_the_same_at_any_length(
     assert per_chunk * 4 * row <= stream.CHUNK_BYTES
     dealt = stream.blocks(order, 0, world, row, {}, lambda step, rank, columns: None)
     assert dealt.chunks == chunks
-    assert dealt.windows == -(-steps // (per_chunk * chunks))
+    assert dealt.executions == -(-steps // (per_chunk * chunks))
 
 
 def test_a_block_has_at_least_a_step_and_few_of_them() -> None:
@@ -425,7 +425,7 @@ def test_all_ranks_together_take_each_position_of_a_step_once(tmp_path: Path, wo
 
 
 def test_the_last_step_of_a_block_says_so(
-    ray_cluster: None, tmp_path: Path, short_windows: None
+    ray_cluster: None, tmp_path: Path, short_executions: None
 ) -> None:
     prepared = random_rows(str(tmp_path))
     order = Order.for_steps(prepared.num_rows("train"), 4, 2, 0, 7)

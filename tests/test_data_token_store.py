@@ -14,7 +14,7 @@ import pytest
 
 from rayapp.data import token_store
 from rayapp.data.packing import Document
-from rayapp.data.sections import TokenisedRecord, TokenSection, sections
+from rayapp.data.token_sections import TokenisedRecord, TokenSection, sections
 from rayapp.data.token_store import CLAIM, TokenStore, name_of
 from rayapp.storage import Storage, open_storage
 

@@ -27,7 +27,7 @@ from takeover import wait_for_renewal, watch
 
 import rayapp.report.folder as reports
 from rayapp.observe import status
-from rayapp.observe.attempt_logs import name_of, numbers, read
+from rayapp.observe.attempts import log_name, logged, read_log
 from rayapp.observe.run_folder import CHECKPOINTS, EVENTS, LEASE, METRICS, REPORT
 from rayapp.storage import MIN_PART_BYTES, Storage, open_storage
 from rayapp.train.checkpoint.marker import MARKER, latest
@@ -440,8 +440,8 @@ def test_a_crash_loop_ends_with_the_reason_and_blames_no_rows(folder: Path) -> N
     assert result["reason"].startswith(why)
     *_, log, last = drill.log.read_text().splitlines()
     assert last == f"failed: {result['reason']}"
-    assert log == f"the log is {drill.run.url}/{name_of(numbers(drill.run)[-1])}"
-    kept = read(drill.run)
+    assert log == f"the log is {drill.run.url}/{log_name(logged(drill.run)[-1])}"
+    kept = read_log(drill.run)
     assert "\n==== rank " in kept or "\n==== workers\n" in kept, "some die before they have a rank"
     assert kept.endswith(f"\n==== end\n{last}\n")
 
@@ -458,7 +458,7 @@ def test_a_disk_that_becomes_full_leaves_the_reason(folder: Path) -> None:
         assert result["status"] == "failed"
         assert "the disk is full" in result["reason"] or "No space left" in result["reason"]
         assert drill.log.read_text().splitlines()[-1] == f"failed: {result['reason']}"
-        assert read(drill.run).endswith(f"==== end\nfailed: {result['reason']}\n")
+        assert read_log(drill.run).endswith(f"==== end\nfailed: {result['reason']}\n")
         assert status.read(drill.run).reason == result["reason"]
         filler.unlink()
         Drill(folder, "full", storage=str(disk)).end(0)

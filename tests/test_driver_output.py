@@ -25,7 +25,7 @@ from rayapp.driver.output import (
     captured,
     copied,
 )
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempts
 from rayapp.observe.clock import Clock
 from rayapp.observe.events import Journal
 from rayapp.observe.result import RunFailed
@@ -183,8 +183,8 @@ def test_each_attempt_has_its_log(run: Storage) -> None:
             logs.begin_attempt()
         tail.add("stdout", "step 2\n")
         assert logs.close("failed: boom") == f"{run.url}/logs/attempt-3.txt"
-    assert attempt_logs.numbers(run) == [1, 3]
-    first, third = attempt_logs.read(run, 1), attempt_logs.read(run, 3)
+    assert attempts.logged(run) == [1, 3]
+    first, third = attempts.read_log(run, 1), attempts.read_log(run, 3)
     assert "\nthe plan\nstep 1\n==== rank 1\n" in first
     assert first.endswith(
         "==== rank 2\nTraceback\n  loss.backward()\nValueError: boom\n==== end\nagain in 2 s\n"
@@ -204,7 +204,7 @@ def test_a_crash_loop_keeps_the_newest(run: Storage) -> None:
             journal.attempt(config, 2)
             logs.begin_attempt()
             logs.end_attempt("again")
-    assert attempt_logs.numbers(run) == list(range(6, KEPT + 6))
+    assert attempts.logged(run) == list(range(6, KEPT + 6))
 
 
 def test_a_killed_driver_leaves_a_log_too(run: Storage) -> None:
@@ -218,16 +218,16 @@ def test_a_killed_driver_leaves_a_log_too(run: Storage) -> None:
     logs = AttemptLogs(run, Journal(run), tail, clock)
     clock.now = STORE_EVERY_S
     logs.refresh()
-    assert attempt_logs.numbers(run) == [], "nothing was printed"
+    assert attempts.logged(run) == [], "nothing was printed"
     tail.add("stdout", "step 1\n")
     logs.refresh()
-    assert "step 1" in attempt_logs.read(run)
+    assert "step 1" in attempts.read_log(run)
     tail.add("stdout", "step 2\n")
     logs.refresh()
-    assert "step 2" not in attempt_logs.read(run)
+    assert "step 2" not in attempts.read_log(run)
     clock.now += STORE_EVERY_S
     logs.refresh()
-    assert "step 2" in attempt_logs.read(run)
+    assert "step 2" in attempts.read_log(run)
 
 
 def test_a_secret_is_not_in_a_log(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_secret_is_not_in_a_log(run: Storage, monkeypatch: pytest.MonkeyPatch)
     tail = Tail()
     tail.add("stderr", "401 for hf_0123456789, use_cache=false\n")
     AttemptLogs(run, Journal(run), tail).close("failed")
-    assert "401 for [HF_TOKEN], use_cache=false\n" in attempt_logs.read(run)
+    assert "401 for [HF_TOKEN], use_cache=false\n" in attempts.read_log(run)
 
 
 def test_a_log_that_cannot_be_stored_hides_nothing(

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from rayapp.config.sections import Cluster
 from rayapp.driver.recovery import LONGEST_PAUSE_S, LOOP, OUTAGES, RESIZES, GiveUp, Recovery
-from rayapp.observe.clock import Clock
-from rayapp.observe.ending import (
+from rayapp.observe.attempts import (
     AGAIN,
     FAILURE,
     NETWORK,
@@ -22,6 +21,7 @@ from rayapp.observe.ending import (
     STORAGE,
     Ending,
 )
+from rayapp.observe.clock import Clock
 from rayapp.order import Order
 
 ORDER = Order.for_steps(100, 4, 2, seed=3, num_steps=50)

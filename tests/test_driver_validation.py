@@ -77,5 +77,5 @@ def test_a_damaged_file_of_validations_is_named(tmp_path: Path) -> None:
     spec: Any = SimpleNamespace(config=load())
     for line in (b"not JSON", b"[]", b"{}", b'{"step": "x"}'):
         run.write(VALIDATIONS, b'{"step": 1}\n' + line + b"\n")
-        with pytest.raises(DamagedFile, match=r"validation\.jsonl is damaged: line 2 is no JSON"):
+        with pytest.raises(DamagedFile, match=r"validation\.jsonl is damaged: line 2: "):
             Validator(spec, run, print)

@@ -38,13 +38,13 @@ from rayapp import order
 from rayapp.config import Config, from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
-from rayapp.data.rows import step_rows
+from rayapp.data.token_rows import step_rows
 from rayapp.driver import ray_workers, validation
 from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch
 from rayapp.finetune.__main__ import main
-from rayapp.finetune.prepare import order_of
+from rayapp.finetune.prepared_run import order_of
 from rayapp.observe import metrics
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage

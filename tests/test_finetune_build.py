@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.data import tokens
-from rayapp.data.rows import StepRows
-from rayapp.finetune.build import Head, make_parts, technique_problems
-from rayapp.finetune.prepare import count_parameters
+from rayapp.data.token_rows import StepRows
+from rayapp.finetune.build import OutputHead, make_parts, technique_problems
+from rayapp.finetune.prepared_run import count_parameters
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.storage import open_storage
 from rayapp.train import loop
@@ -374,8 +374,8 @@ def test_what_this_machine_cannot_do_is_refused_with_the_reason(
     ]
     assert problems("cpu", precision="fp8")[0].startswith("train.precision=fp8 is not available")
     liger = from_dict({"train": {"loss_kernel": "liger"}})
-    assert Head(liger).loss is liger_cross_entropy
-    assert Head(from_dict({})).loss is not liger_cross_entropy
+    assert OutputHead(liger).loss is liger_cross_entropy
+    assert OutputHead(from_dict({})).loss is not liger_cross_entropy
     with pytest.raises(ConfigError, match=r"train.loss_kernel=liger is in conflict"):
         from_dict({"train": {"loss_kernel": "liger", "z_loss": 1e-4}})
 

@@ -111,7 +111,7 @@ def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
     check._model(from_dict(tree), {"chat"}, problems)
     assert problems == [
         f"data.kind=chat is without a template: {tmp_path} has no chat_template named default (but "
-        "tool_use, rag). Set model.tokenizer to one that has one, data.chat_template, or "
+        "tool_use, rag). Set data.chat_template=chatml, model.tokenizer to another, or "
         "data.kind=prompt if the records can be prompts"
     ]
 

@@ -16,7 +16,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from transformers4 import generated, generated_by_4
 
 from rayapp.config import from_dict
-from rayapp.data import prepare, sources
+from rayapp.data import preparation as prepare
+from rayapp.data import sources
 from rayapp.data.documents import Renderer
 from rayapp.data.packing import pack
 from rayapp.data.recipe import RowRecipe

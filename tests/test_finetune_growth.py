@@ -16,8 +16,7 @@ from test_train_loop import config_of, inputs, prepared_of, worker  # noqa: F401
 from rayapp.config import Config, ConfigError
 from rayapp.driver.checks import same_run
 from rayapp.driver.growth import schedule_problem, stages_of
-from rayapp.finetune.growth import check_order
-from rayapp.finetune.prepare import order_of
+from rayapp.finetune.prepared_run import check_order, order_of
 from rayapp.order import EMPTY, Order
 from rayapp.storage import open_storage
 from rayapp.train.spec import LanguageSpec

@@ -18,8 +18,8 @@ from rayapp.data.chat import APART
 from rayapp.data.messages import SILENT
 from rayapp.data.tokens import CHAT_TEMPLATE, byte_tokenizer
 from rayapp.finetune.check import CheckedLanguageRun, check
+from rayapp.finetune.plan_lines import records
 from rayapp.finetune.preview import SHOWN, preview, rendered, runs
-from rayapp.finetune.show import records
 
 CHATS = [
     {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]},

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM
 
 from rayapp.config import Config, from_dict
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import samples
 from rayapp.finetune.build import make_parts
@@ -24,7 +24,7 @@ from rayapp.train.checkpoint.marker import latest
 from rayapp.train.engine import Engine
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
-from rayapp.train.step_sync import STAY, STOP
+from rayapp.train.step_sync import CONTINUE, STOP
 
 PROMPTS = ["Line 1", "Line 22: bbb says 4", ""]
 CHATS = ["Hello", "Hi"]
@@ -90,7 +90,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, after: int) -> Non
         return original(engine, count)
 
     waiting.ask_all = ask
-    schedule.LeaveWatcher.due = lambda self: STOP if len(asked) >= after else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if len(asked) >= after else CONTINUE  # type: ignore[method-assign]
     rows = spec.data.rows("train")
     context = RankContext(
         torch.device("cpu"), lambda step: local_steps(rows, spec.order, rank, world, step)

@@ -28,12 +28,12 @@ from damage import damage_one, of_bytes, of_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import as_folder, as_parquet, as_tars, drawn, indexed
-from test_data_prepare import here, recipe, small_units, tokenizer_url  # noqa: F401  fixtures
+from test_data_preparation import here, recipe, small_units, tokenizer_url  # noqa: F401  fixtures
 from test_data_sources import read
 from test_data_sources_streams import PACKED, WRITERS
 from test_finetune_check import check
 from test_model import make_folder
-from test_observe_run_files import made, told  # noqa: F401  a fixture
+from test_observe_run_folder import made, told  # noqa: F401  a fixture
 from test_train_checkpoint import alone, resumed, save
 from transformers import AutoTokenizer
 

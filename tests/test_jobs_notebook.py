@@ -39,7 +39,7 @@ from rayapp.jobs.find import runs
 from rayapp.jobs.handle import CURVES, Job, submit
 from rayapp.jobs.notebook import Buttons
 from rayapp.observe.activity import TRAINING, Activity
-from rayapp.observe.attempt_logs import GOES_ON, name_of, render
+from rayapp.observe.attempts import GOES_ON, log_name, render_log
 from rayapp.observe.columns import ACCOUNTED, Columns
 from rayapp.observe.goodput import account
 from rayapp.observe.run_folder import LEASE, STOP
@@ -487,8 +487,8 @@ def test_logs_outlive_the_cluster(
     for run in (direct, sent):
         for number in (1, 2):
             errors = {"rank 1": f"ValueError: boom {number}"}
-            text = render(f"attempt {number}", "step 1", errors, "failed")
-            run.write(name_of(number), text.encode())
+            text = render_log(f"attempt {number}", "step 1", errors, "failed")
+            run.write(log_name(number), text.encode())
     newest = "attempt 2\n==== driver\nstep 1\n==== rank 1\nValueError: boom 2\n==== end\nfailed\n"
     assert said(capsys, 0, "logs", direct.url) == newest
     followed = newest.partition("==== driver\n")[2]
@@ -512,10 +512,10 @@ def test_a_log_is_followed_until_its_command_has_printed_all(
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")
     run = folder_of(tmp_path, BEGAN, LEFT)
     run.write(LEASE, b"{}")
-    run.write(name_of(1), render("head", "step 1", {}, GOES_ON).encode())
+    run.write(log_name(1), render_log("head", "step 1", {}, GOES_ON).encode())
     following = Job(run.url).follow()
     assert next(following) == "step 1\n"
-    run.write(name_of(1), render("head", "step 1\nsaved", {}, "the command ended").encode())
+    run.write(log_name(1), render_log("head", "step 1\nsaved", {}, "the command ended").encode())
     run.delete(LEASE)
     assert "".join(following) == "saved\n==== end\nthe command ended\n"
 

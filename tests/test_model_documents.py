@@ -13,7 +13,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayapp.config import Lora, from_dict
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.model import (
     LanguageModel,

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from rayapp.config.fields import TOKENS
 from rayapp.driver.command import _logged
 from rayapp.driver.lease import held
 from rayapp.driver.stop import Stop
@@ -25,29 +27,27 @@ from rayapp.observe.events import Journal
 from rayapp.observe.gauges import (
     AT_THE_END,
     COUNTED,
-    COUNTED_BY_SOURCE,
-    OF_A_SOURCE,
-    OF_A_STEP,
+    FIGURE,
     OF_THE_DRIVER,
-    CheckpointInterval,
     Driver,
     Steps,
+    checkpoint_every_s,
     tell_end,
 )
 from rayapp.observe.goodput import account
 from rayapp.observe.hooks import Hooks
-from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.metrics import FIELDS, MetricsLine, columns_of, line_of
 from rayapp.observe.result import RunFailed
 from rayapp.storage import open_storage
 
-OWN_TAGS = ("rank", "cause", "kind", "source", "le")
-FIELDS = {kind: kind.__dataclass_fields__.keys() for kind in (TokenRecord, ImageRecord)}
+OWN_TAGS = ("rank", "cause", "kind", "source", "name", "le")
+LONE = ("gauge", "")  # a gauge of the whole run
 KINDS = ("failure", "preemption", "resize")
 Scrape = Callable[[str], dict[str, float]]
 
 
-def record(step: int, **values: Any) -> TokenRecord:
-    numbers: dict[str, Any] = dict.fromkeys(TokenRecord.__dataclass_fields__, 0.5)
+def record(step: int, **values: Any) -> MetricsLine:
+    numbers: dict[str, Any] = dict.fromkeys(columns_of(TOKENS), 0.5)
     facts: dict[str, Any] = {
         "step": step,
         "tokens": 64,
@@ -55,8 +55,8 @@ def record(step: int, **values: Any) -> TokenRecord:
         "attempt": 1,
         "skipped": False,
     }
-    facts |= dict.fromkeys([*OF_A_SOURCE, *COUNTED_BY_SOURCE])
-    return TokenRecord(**numbers | facts | {"mfu": None, "eval_loss": None} | values)
+    facts |= {name: None for name, shown in FIELDS.items() if shown.tag in ("source", "name")}
+    return line_of(TOKENS, numbers, facts, {"mfu": None, "eval_loss": None}, values)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
         def __init__(self, rank: int) -> None:
             self.told = Steps("steps", rank)
 
-        def step(self, record: TokenRecord) -> None:
+        def step(self, record: MetricsLine) -> None:
             self.told.step(record)
 
     ranks = [Rank.remote(rank) for rank in (0, 1)]  # type: ignore[attr-defined]
@@ -132,8 +132,8 @@ def test_a_step_is_told_by_rank_0_and_memory_by_each(scrape: Scrape) -> None:
     values |= {"checkpoint_stall_s_total": 1.5, "step_s_count": 2}
     values |= {"step_s_bucket,0.5": 1, "step_s_bucket,10.0": 2}
     found = shown(scrape, "steps", values)
-    told = OF_A_STEP.keys() & FIELDS[TokenRecord] - {"mfu"}  # unknown is not told
-    assert {name for name in found if name in OF_A_STEP} == told
+    told = {name for name in columns_of(TOKENS) if (FIELDS[name].live, FIELDS[name].tag) == LONE}
+    assert {name for name in found if name in FIELDS} == told - {"mfu"}  # unknown is not told
     assert not [name for name in found if name.startswith(("bad_steps", "skipped_steps"))]
     assert len(found) < 60  # series; those of another rank are two
 
@@ -149,6 +149,14 @@ def test_each_source_of_a_mixture_is_told(scrape: Scrape) -> None:
     values = {"loss_by_source,a.jsonl": 1.5, "loss_by_source,s3://b/c": 4.0}
     values |= {"tokens_by_source_total,a.jsonl": 124, "tokens_by_source_total,s3://b/c": 4}
     shown(scrape, "mixed", values | {"eval_loss_by_source,a.jsonl": 3.0})
+
+
+def test_figures_of_ones_own_are_told_by_their_names(scrape: Scrape) -> None:
+    figures: Any = {"margin": 0.25, "reward gap": 2.0, "own_loss": 3.0, "none": None}
+    Steps("own", 0).step(record(1, eval_metrics={"top": 0.5, "failed": None}, **figures))
+    values = {"figure,margin": 0.25, "figure,reward gap": 2.0, "eval_metrics,top": 0.5}
+    found = shown(scrape, "own", values | {"own_loss": 3.0})
+    assert not {"figure,none", "figure,own_loss", "eval_metrics,failed"} & found.keys()
 
 
 def test_what_is_not_finite_is_counted_not_told(scrape: Scrape) -> None:
@@ -272,20 +280,21 @@ def test_a_failure_before_training_is_told_too(scrape: Scrape, tmp_path: Path) -
 
 
 def test_checkpoints_are_due_by_time_or_by_steps() -> None:
-    assert CheckpointInterval(None, None).checkpoint_every_s() is None
-    assert CheckpointInterval(600.0, None).checkpoint_every_s() == 600.0
-    pace = CheckpointInterval(600.0, 100)
-    assert pace.checkpoint_every_s() == 600.0
-    for step_s in (60.0, 2.0, 2.0):
-        pace.saw(step_s)
-    assert pace.checkpoint_every_s() == 200.0
-    pace = CheckpointInterval(None, 100)
-    assert pace.checkpoint_every_s() is None
-    pace.saw(8.0)
-    assert pace.checkpoint_every_s() == 800.0
+    slow, pace = np.array([60.0, 2.0, 2.0]), np.array([8.0, math.nan])
+    for every_s, every_steps, step_s, expected in [
+        (None, None, slow, None),
+        (600.0, None, slow, 600.0),
+        (600.0, 100, slow[:0], 600.0),
+        (600.0, 100, slow, 200.0),
+        (None, 100, slow[:0], None),
+        (None, 100, pace[:1], 800.0),
+        (None, 100, pace, 400.0),
+        (None, 100, np.concatenate([100 * slow, np.ones(32)]), 100.0),
+    ]:
+        assert checkpoint_every_s(every_s, every_steps, step_s) == expected
 
 
 def test_names_bear_their_unit() -> None:
-    assert OF_A_STEP.keys() <= FIELDS[TokenRecord] | FIELDS[ImageRecord]
-    for name in (*OF_A_STEP, *COUNTED, *OF_THE_DRIVER, *AT_THE_END):
+    assert FIGURE not in FIELDS
+    for name in (*FIELDS, *COUNTED, *OF_THE_DRIVER, *AT_THE_END):
         assert re.fullmatch(r"[a-z][a-z_]*[15]?", name) and not name.endswith("_seconds")

@@ -25,8 +25,7 @@ from ray.train.v2.api.preemption import PreemptionInfo
 from rayapp.config import load
 from rayapp.driver import command
 from rayapp.driver.checks import check_resumable
-from rayapp.observe.columns import Columns
-from rayapp.observe.ending import (
+from rayapp.observe.attempts import (
     AGAIN,
     FAILURE,
     NETWORK,
@@ -43,6 +42,7 @@ from rayapp.observe.ending import (
     reason_of,
     tracebacks,
 )
+from rayapp.observe.columns import Columns
 from rayapp.observe.result import RunFailed, best_interval_s, result_of, stored
 from rayapp.storage import StorageError, open_storage
 from rayapp.storage.local import LOCAL_REASONS

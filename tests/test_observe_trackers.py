@@ -7,15 +7,19 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rayapp.config import Config, ConfigError, load
 from rayapp.observe import trackers
+from rayapp.observe.metrics import FIELDS, MetricsLine
 from rayapp.storage import Storage, open_storage
 
 PROMPTED = [("Once upon a time", " there was  a\n* test.\n")]
+
+
+NUMBERS = [name for name, shown in FIELDS.items() if shown.group and shown.tag in ("", "rank")]
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -31,7 +35,7 @@ def config() -> Config:
 
 
 def line(step: int, attempt: int = 1, **values: float | None) -> dict[str, Any]:
-    numbers: dict[str, Any] = dict.fromkeys(trackers.NAMES, 0.5) | {"mfu": None}
+    numbers: dict[str, Any] = dict.fromkeys(NUMBERS, 0.5) | {"mfu": None}
     numbers |= {"step": step, "attempt": attempt, "time": 1000.0 + step, "batch_digest": "00ff"}
     return numbers | {"loss": step + attempt / 10, "eval_loss": None} | values
 
@@ -261,14 +265,14 @@ def test_what_cannot_work_is_refused_by_name(
         load(None, {"run.trackers": "comet"})
 
 
-def test_a_field_is_shown_once_and_exists() -> None:
-    from rayapp.observe.metrics import ImageRecord, TokenRecord
-
-    shown = [field for fields in trackers.GROUPS.values() for field in fields]
-    assert len(shown) == len(set(shown))
-    kept_back = {"step", "time", "batch_digest"}
-    kept_back |= {"eval_metrics"}  # shown by the names of the functions
-    kept_back |= {"eval_samples"}  # shown as text
-    kept_back |= set(trackers.BY_SOURCE)  # shown by the names of the sources
-    fields = {*TokenRecord.__dataclass_fields__, *ImageRecord.__dataclass_fields__}
-    assert set(shown) == fields - kept_back
+def test_all_figures_are_shown_each_once_own_ones_too() -> None:
+    mappings = [name for name, shown in FIELDS.items() if shown.tag in ("name", "source")]
+    by_name = {name: {"a": 1.0} for name in mappings}
+    own = {"margin": 0.25, "none": None}
+    names = [name for name, _ in trackers.scalars(cast(MetricsLine, line(1) | by_name | own))]
+    assert len(names) == len(set(names))
+    there = [name for name in NUMBERS if name not in ("mfu", "eval_loss")]
+    expected = [f"{FIELDS[name].group}/{name}" for name in there]
+    expected += ["metrics/a", *(f"{name}/a" for name in by_name if name != "eval_metrics")]
+    assert sorted(names) == sorted([*expected, "loss/margin"])
+    assert {*trackers.SHOWN_BY_HPARAMS, trackers.STEP_S} <= {*names, "loss/eval_loss"}

@@ -19,7 +19,7 @@ from rayapp.config import Config, from_dict
 from rayapp.data import tokens
 from rayapp.driver.checks import plan_problem
 from rayapp.finetune import check as checks
-from rayapp.finetune import show
+from rayapp.finetune import plan_lines as show
 from rayapp.finetune.build import model_shape
 from rayapp.order import Order
 from rayapp.planner import trained

@@ -33,10 +33,12 @@ from run_folders import HOSTILE, RunFolder, eventful
 from rayapp import report
 from rayapp.__main__ import main
 from rayapp.config import Config, load
-from rayapp.observe import columns, metrics, segments
+from rayapp.config.fields import IMAGES
+from rayapp.observe import metrics
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import account, read_events
-from rayapp.observe.metrics import ImageRecord, MetricsLog
+from rayapp.observe.metrics import MetricsLine, line_of
+from rayapp.observe.metrics_log import MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
 from rayapp.report import comparison, folder, tables, timeline
 from rayapp.report import pages as written
@@ -487,28 +489,27 @@ def classifier_run(storage: Storage) -> Storage:
     return run
 
 
-def image_record(step: int) -> ImageRecord:
+def image_record(step: int) -> MetricsLine:
     rate = 639.0 + step
     zeros = dict.fromkeys(("data_wait_s", "checkpoint_stall_s", "eval_s", "mfu"), 0.0)
     peaks = {f"peak_{name}gib": 1.0 for name in ("", "forward_", "backward_", "optimizer_")}
-    return ImageRecord(
-        **zeros,
-        **peaks,
-        step=step,
-        epoch=step / 42,
-        loss=2.0 / step,
-        grad_norm=1.0,
-        lr=0.1,
-        step_s=0.1,
-        skipped=False,
-        workers=2,
-        attempt=1,
-        batch_digest=f"{step:016x}",
-        time=1_795_000_000.0 + step,
-        images=64,
-        images_per_s=rate,
-        images_per_s_per_gpu=rate / 2,
-    )
+    facts = {
+        "step": step,
+        "epoch": step / 42,
+        "loss": 2.0 / step,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "step_s": 0.1,
+        "skipped": False,
+        "workers": 2,
+        "attempt": 1,
+        "batch_digest": f"{step:016x}",
+        "time": 1_795_000_000.0 + step,
+        "images": 64,
+        "images_per_s": rate,
+        "images_per_s_per_gpu": rate / 2,
+    }
+    return line_of(IMAGES, zeros, peaks, facts)
 
 
 def real_run(storage: Storage) -> Storage:
@@ -526,8 +527,7 @@ def test_steps_are_read_block_by_block(
     run = RunFolder(storage, steps=50)
     run.train(30)
     run.train(20, loss=math.nan)
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 5_000)  # some 7 lines
-    monkeypatch.setattr(columns, "FEW_BYTES", 0)
+    monkeypatch.setattr(metrics, "BLOCK_BYTES", 5_000)  # some 7 lines
     whole = run.run.read(METRICS)
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):

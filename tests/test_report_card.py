@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -33,6 +34,32 @@ def ended(folder: Path, **result: Any) -> RunFolder:
     values = json.loads(run.run.read("result.json"))
     run.run.write("result.json", json.dumps(values | {"status": "done"} | result).encode())
     return run
+
+
+def test_a_card_asks_as_the_training_did(tmp_path: Path) -> None:
+    """Another system message, or none, gave 0 of 40 right answers where the run had 31."""
+    shown = [{"asked": 'Is "it" late?', "before": "a", "after": "b", "wanted": "c"}]
+    task = {"score": "exact", "items": 1, "shown": shown}
+    task |= {name: {"value": 0.5, "low": 0.0, "high": 1.0} for name in ("before", "after")}
+    run = ended(tmp_path, tasks={"tickets": task})
+    config = yaml.safe_load(run.run.read("config.yaml"))
+    config["data"]["kind"], config["model"]["path"] = "chat", "/x/model-a.q4_1-0123456789ab"
+    run.run.write("config.yaml", yaml.safe_dump(config).encode())
+    plan = json.loads(run.run.read("plan.json"))
+    plan |= {
+        "system": "One word: </late> or /now",
+        "base": {"name": config["model"]["path"]},
+    }
+    run.run.write("plan.json", json.dumps(plan).encode())
+    run.run.write("model/adapter_config.json", b"{}")
+    _, text = card_of(run)
+    chat = re.search(r"^chat = (\[.*?^\])$", text, re.MULTILINE | re.DOTALL)
+    assert chat is not None and ast.literal_eval(chat[1]) == [
+        {"role": "system", "content": plan["system"]},
+        {"role": "user", "content": 'Is "it" late?'},
+    ]
+    assert "from its weights, as the quantised file `a.q4_1` holds them" in text
+    assert "rayapp merge" in text and "</summary>" in text and text.rstrip().endswith("</details>")
 
 
 def card_of(run: RunFolder) -> tuple[dict[str, Any], str]:
@@ -94,7 +121,7 @@ def test_the_snippet_of_a_card_runs(
     _, text = card_of(run)
     monkeypatch.chdir(folder)
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})  # type: ignore[index]
-    assert "Hello" in capsys.readouterr().out
+    assert "The ship" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

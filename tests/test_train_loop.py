@@ -28,13 +28,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp import model
 from rayapp.config import Config, from_dict
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import preparation as prepare
+from rayapp.data import sources, tokens
 from rayapp.data.prepared import Prepared
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import local_steps
+from rayapp.data.token_rows import local_steps
 from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
-from rayapp.order import Order
+from rayapp.order import Order, StepCounts
 from rayapp.storage import open_storage
 from rayapp.train import loop, optimizer, schedule
 from rayapp.train import rank as rank_module
@@ -45,7 +46,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import LEVEL, Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
-from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement
 from rayapp.train.trainer import Trainer
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
@@ -545,7 +546,7 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     original = loop.agree
 
     def agree(engine: Engine, batch: Any) -> Agreement:
-        engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else STAY
+        engine.leave_due = lambda: STOP if rank == 0 and loop_engine_stop else CONTINUE
         return original(engine, batch)
 
     loop.agree = agree
@@ -594,7 +595,7 @@ def giving_up_worker(rank: int, world: int, spec: LanguageSpec, why: str) -> Non
 
     trainer.sequential_batches = counted
     schedule.NOTICE_POLL_S = 0.0
-    schedule.LeaveWatcher.due = lambda self: STOP if why == "stop" and len(seen) >= 2 else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if why == "stop" and len(seen) >= 2 else CONTINUE  # type: ignore[method-assign]
     summary = train_rank(
         spec,
         RankContext(
@@ -655,8 +656,8 @@ class OneRow:
     def __init__(self, step: int, loss: float) -> None:
         self.step, self.loss = step, loss
 
-    def sums(self) -> tuple[int, ...]:
-        return (1,)
+    def counts(self) -> StepCounts:
+        return StepCounts(1)
 
     def digest(self) -> int:
         return 0
@@ -696,7 +697,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("leave", [STAY, STOP, MOVE])
+@pytest.mark.parametrize("leave", [CONTINUE, STOP, RESTART])
 def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> None:
     """A node that is taken away may be gone before an evaluation ends."""
     done: list[str] = []
@@ -705,13 +706,13 @@ def test_who_leaves_saves_and_does_not_evaluate(engine: Engine, leave: int) -> N
     engine.evaluate = lambda step: done.append("evaluate") or {"eval_loss": 1.0}  # type: ignore[func-returns-value]
     engine.save = lambda step: done.append("save")
     (record,) = loop.train(engine, [OneRow(0, 1.0)])
-    assert done == (["evaluate"] if leave == STAY else ["save"]) and engine.left == leave
-    assert ("eval_loss" in record) == (leave == STAY)  # type: ignore[operator]
+    assert done == (["evaluate"] if leave == CONTINUE else ["save"]) and engine.left == leave
+    assert ("eval_loss" in record) == (leave == CONTINUE)  # type: ignore[operator]
 
 
 def test_what_is_asked_after_the_ranks_have_agreed_follows_the_next_step(engine: Engine) -> None:
     """The other ranks of this step do not know of it."""
-    answers = iter([STAY, STOP])
+    answers = iter([CONTINUE, STOP])
     engine.leave_due = lambda: next(answers)
     lines: list[Any] = list(loop.train(engine, [OneRow(number, 1.0) for number in range(3)]))
     assert [line["step"] for line in lines] == [1, 2] and engine.left == STOP
@@ -762,8 +763,20 @@ def test_a_first_step_without_a_gradient_ends_the_run(
         list(loop.train(engine, [OneRow(0, 0.0)]))
     assert len(list(loop.train(engine, [OneRow(0, 1.0), OneRow(1, 0.0)]))) == 2
     empty = OneRow(0, 0.0)
-    empty.sums = lambda: (0,)  # type: ignore[method-assign,return-value,assignment]
+    empty.counts = lambda: StepCounts(0)  # type: ignore[method-assign]
     assert len(list(loop.train(engine, [empty]))) == 1, "no token of it bears loss"
+
+
+def test_figures_of_a_loss_are_in_the_line_by_their_names(engine: Engine) -> None:
+    """Without a place that lists them; they cannot hide a figure of the step."""
+    engine.take_sums = lambda: {"margin": torch.tensor(6.0)}
+    empty = OneRow(0, 1.0)
+    empty.counts = lambda: StepCounts(3)  # type: ignore[method-assign]
+    (line,) = loop.train(engine, [empty])
+    assert line["margin"] == 2.0 and line["loss"] == 1.0 / 3.0  # type: ignore[typeddict-item]
+    engine.take_sums = lambda: {"loss": torch.tensor(6.0)}
+    with pytest.raises(AssertionError, match="names of their own"):
+        list(loop.train(engine, [OneRow(0, 1.0)]))
 
 
 def test_a_level_that_stays_is_trained_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -803,8 +816,9 @@ def test_weights_that_a_save_reads_do_not_change(engine: loop.Engine) -> None:
 def test_an_evaluation_drops_nothing_out_and_training_goes_on(engine: loop.Engine) -> None:
     modes: list[bool] = []
     engine.model.register_forward_hook(lambda *call: modes.append(engine.model.training))
-    found = loop.evaluate(engine, [OneRow(0, 1.0)] * 2, lambda batch, i, out: [float(out[1]), 1.0])
-    assert found == [2.0, 2.0] and modes == [False, False] and engine.model.training
+    batches = [OneRow(0, 1.0)] * 2
+    found = loop.evaluate(engine, batches, lambda batch, i, out: {"loss": out[1].item(), "rows": 1})
+    assert found == {"loss": 2.0, "rows": 2.0} and modes == [False, False] and engine.model.training
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0 - 5e-7, 5.0, 5.1])

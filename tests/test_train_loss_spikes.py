@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.train import loop
-from rayapp.train.loss_spikes import FEWEST, LEVEL, SMALLEST_SPREAD, WINDOW, Spikes
+from rayapp.train.loss_spikes import FEWEST, LEVEL, RECENT, SMALLEST_SPREAD, Spikes
 
 
 def test_a_noisy_falling_curve_has_no_spike_and_a_jump_is_one() -> None:
@@ -19,7 +19,7 @@ def test_a_noisy_falling_curve_has_no_spike_and_a_jump_is_one() -> None:
         loss = 8 * math.exp(-step / 120) + 2 + draw.gauss(0, 0.05)
         assert not spikes.is_spike(loss), (step, loss, spikes.threshold())
     assert spikes.is_spike(3.0) and spikes.is_spike(math.nan) and spikes.is_spike(math.inf)
-    assert len(spikes.losses) == WINDOW and max(spikes.losses) < 2.5  # a spike joins no window
+    assert len(spikes.losses) == RECENT and max(spikes.losses) < 2.5  # a spike joins no window
     assert not spikes.is_spike(2.2)
 
 
@@ -31,7 +31,7 @@ def test_nothing_but_what_is_not_finite_is_a_spike_at_first() -> None:
 
 
 def test_losses_that_hardly_differ_leave_room_for_a_small_step() -> None:
-    spikes = Spikes(6.0, [2.0] * WINDOW)
+    spikes = Spikes(6.0, [2.0] * RECENT)
     assert not spikes.is_spike(2.01) and spikes.is_spike(2.02)
 
 
@@ -75,7 +75,7 @@ def test_spikes_that_do_not_last_are_skipped_and_nothing_else_is(
     seed: int, level: float, noise: float, jump: float, runs: list[int], finite: bool
 ) -> None:
     draw, spikes = random.Random(seed), Spikes(6.0)
-    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, WINDOW)))
+    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, RECENT)))
     for length in runs:
         for _ in range(length):
             high = level + (jump + 6 * draw.random()) * unit_of(level, noise)
@@ -90,7 +90,7 @@ def test_a_level_that_lasts_is_taken_after_a_few_skips(
 ) -> None:
     """The spread of the losses stays, so that the next spike is seen at once."""
     draw, spikes = random.Random(seed), Spikes(6.0)
-    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, WINDOW)))
+    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, RECENT)))
     risen = level + jump * unit_of(level, noise)
     later = noisy(draw, risen, level * noise / 2, 70)
     found = list(map(spikes.is_spike, later))
@@ -105,7 +105,7 @@ def test_a_run_that_diverges_is_not_taken_for_a_new_level_again_and_again(
 ) -> None:
     """Its loss grows with each update, and stays where it is while steps are skipped."""
     draw, spikes = random.Random(seed), Spikes(6.0)
-    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, WINDOW)))
+    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, RECENT)))
     at, skips, steps = level + 12 * unit_of(level, noise), 0, 0
     while skips < loop.MAX_SKIPS:
         (loss,), steps = noisy(draw, at, level * noise / 2, 1), steps + 1
@@ -122,7 +122,7 @@ def test_losses_that_rise_while_nothing_is_learned_are_no_level(
     seed: int, level: float, noise: float
 ) -> None:
     draw, spikes = random.Random(seed), Spikes(6.0)
-    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, WINDOW)))
+    assert not any(map(spikes.is_spike, noisy(draw, level, level * noise, RECENT)))
     unit = unit_of(level, noise)
     assert all(spikes.is_spike(level + (12 + 2 * rise) * unit) for rise in range(loop.MAX_SKIPS))
     assert all(spikes.is_spike(bad) for bad in [math.nan, math.inf, -math.inf] * 30)

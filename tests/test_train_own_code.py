@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rayapp.config import from_dict
-from rayapp.finetune.build import Head
+from rayapp.finetune.build import OutputHead
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.train import loop
 from rayapp.train.loss import IGNORE, chunked_cross_entropy
@@ -125,7 +125,7 @@ def test_parameters_without_a_default_name_columns(case: str) -> None:
 
 def test_rows_without_numbers_have_cross_entropy_alone() -> None:
     """Those of tasks, and of the checks of a model before it is trained."""
-    head = Head(from_dict({"train": {"loss": "test_train_own_code:weighted"}}))
+    head = OutputHead(from_dict({"train": {"loss": "test_train_own_code:weighted"}}))
     hidden, weight, labels, bias = drawn()
     plain, _ = chunked_cross_entropy(hidden, weight, labels, bias)
     torch.testing.assert_close(head(hidden, weight, labels, bias)[0], plain)
@@ -258,7 +258,7 @@ def test_an_evaluation_has_the_metrics_that_have_failed_on_no_rank(
 ) -> None:
     hidden, weight, labels, bias = drawn()
     names = ["test_train_own_code:failing", "test_train_own_code:nats"]
-    head = Head(from_dict({"eval": {"metrics": names}}))
+    head = OutputHead(from_dict({"eval": {"metrics": names}}))
     batch: Any = SimpleNamespace(labels=labels.numpy()[None], target_bytes=np.ones((1, 2, 9)))
 
     def evaluate(engine: Any, batches: Any, measure: Any) -> list[float]:

@@ -14,7 +14,7 @@ from rayapp.observe import run_folder
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import schedule
 from rayapp.train.schedule import Cadence, LeaveWatcher
-from rayapp.train.step_sync import MOVE, STAY, STOP
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_stop_is_seen(run: Storage, leaving: Callable[..., LeaveWatcher]) -> None:
     watch = leaving()
     time.sleep(0.1)
-    assert watch.due() == STAY
+    assert watch.due() == CONTINUE
     run.write(run_folder.STOP, b"")
     until(lambda: watch.due() == STOP)
 
@@ -77,14 +77,14 @@ def test_a_storage_that_fails_is_asked_again(
 def test_room_must_be_there_twice_in_a_row(leaving: Callable[..., LeaveWatcher]) -> None:
     rooms = iter([2, 0, 1, 0, 3, 1])
     watch = leaving(lambda: next(rooms))
-    until(lambda: watch.due() == MOVE)
+    until(lambda: watch.due() == RESTART)
     assert watch.reason == "1 more worker fits" and list(rooms) == []
 
 
 def test_a_stop_goes_before_room(run: Storage, leaving: Callable[..., LeaveWatcher]) -> None:
     run.write(run_folder.STOP, b"")
     watch = leaving(lambda: 5)
-    until(lambda: watch.due() != STAY)
+    until(lambda: watch.due() != CONTINUE)
     assert watch.due() == STOP
 
 

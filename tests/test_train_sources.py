@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rayapp.config import from_dict
-from rayapp.data import prepare, sources, tokens
+from rayapp.data import preparation as prepare
+from rayapp.data import sources, tokens
 from rayapp.data.prepared import Prepared, mixed
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.rows import StepRows, local_steps, sequential_batches, step_rows
+from rayapp.data.token_rows import StepRows, local_steps, sequential_batches, step_rows
 from rayapp.observe import figures, trackers, words
 from rayapp.observe import status as statuses
 from rayapp.order import Order
@@ -314,7 +315,7 @@ def test_held_out_losses_by_source_add_up(
 ) -> None:
     spec = spec_of(folder, "oracle")
     sums = [
-        b.sums()[4:]
+        b.counts().targets_by_source
         for b in sequential_batches(
             spec.data.rows("eval"), MICRO_BATCH, 0, 1, spec.data.held_out_ends
         )

@@ -41,7 +41,7 @@ from rayapp.train.checkpoint.state import (
     state_values,
 )
 from rayapp.train.engine import Engine
-from rayapp.train.loss_spikes import WINDOW, Spikes
+from rayapp.train.loss_spikes import RECENT, Spikes
 from rayapp.train.rank import make_saver
 
 
@@ -150,7 +150,7 @@ def test_the_loop_goes_on_from_its_state() -> None:
     assert engine.state() == {
         "losses": [1.0],
         "spikes": [],
-        "at_level": WINDOW,
+        "at_level": RECENT,
         "skips": 0,
         "evaluate": False,
     }

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from rayapp import order
-from rayapp.train.step_sync import MOVE, STAY, STOP, Agreement, Totals
+from rayapp.order import StepCounts
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement, Totals
 
 HIGHEST = 2**64 - 1  # of a rank's digest, so that the sum has more bits than an int64
 
@@ -23,13 +24,13 @@ def rank_of(rank: int, world: int) -> None:
     first = rank == 0
     digest = HIGHEST if first else rank
 
-    def agreed(sums: tuple[int, ...], save: bool, leave: int, poll: bool) -> Totals:
+    def agreed(counts: StepCounts, save: bool, leave: int, poll: bool) -> Totals:
         # As the loop does it: what rank 0 decides, the others leave at nothing.
         agreement = Agreement(
-            sums,
+            counts,
             digest,
             save=save and first,
-            leave=leave if first else STAY,
+            leave=leave if first else CONTINUE,
             poll=poll and first,
             group=dist.group.WORLD,
         )
@@ -38,12 +39,16 @@ def rank_of(rank: int, world: int) -> None:
         return totals
 
     whole = order.combine([HIGHEST, *range(1, world)])
-    counts = (world * (world - 1) // 2, world * 2**40)
-    for save, leave, poll in ((False, STAY, False), (True, STOP, False), (True, MOVE, True)):
-        found = agreed((rank, 2**40), save, leave, poll)
-        assert found == Totals(counts, whole, save, leave, poll)
-        assert found.weight == max(counts[0], 1)
-    assert agreed((0,), False, STAY, False).weight == 1  # no target in a batch: divided by one
+    ranks = world * (world - 1) // 2
+    summed = StepCounts(ranks, world * 2**40, targets_by_source=(world, ranks))
+    for save, leave, poll in ((False, CONTINUE, False), (True, STOP, False), (True, RESTART, True)):
+        of_rank = StepCounts(rank, 2**40, targets_by_source=(1, rank))
+        found = agreed(of_rank, save, leave, poll)
+        assert found == Totals(summed, whole, save, leave, poll)
+        assert found.weight == max(ranks, 1)
+    assert (
+        agreed(StepCounts(0), False, CONTINUE, False).weight == 1
+    )  # no target in a batch: divided by one
 
 
 def test_a_digest_is_of_64_bits(tmp_path: Path) -> None:
@@ -52,7 +57,9 @@ def test_a_digest_is_of_64_bits(tmp_path: Path) -> None:
 
 def wrapped_rank(rank: int, world: int) -> None:
     digests = [
-        Agreement((1,), digest, save=False, leave=STAY, poll=False, group=dist.group.WORLD)
+        Agreement(
+            StepCounts(1), digest, save=False, leave=CONTINUE, poll=False, group=dist.group.WORLD
+        )
         for digest in (5, 5 + 2**64, 6)
     ]
     one, same, other = (each.wait().digest for each in digests)

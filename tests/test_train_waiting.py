@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_train_loop import config_of, inputs, spec_of  # noqa: F401  a fixture
 
-from rayapp.data.rows import StepRows, local_steps
+from rayapp.data.token_rows import StepRows, local_steps
 from rayapp.observe.run_folder import STOP, STOPPED
 from rayapp.storage import open_storage
 from rayapp.train import schedule

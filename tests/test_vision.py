@@ -45,7 +45,7 @@ from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import ImageSpec
-from rayapp.train.step_sync import STAY, STOP
+from rayapp.train.step_sync import CONTINUE, STOP
 from rayapp.vision import classifier_run as checks
 from rayapp.vision import classifier_trainer
 from rayapp.vision.classifier_run import order_of, plan_of
@@ -197,7 +197,7 @@ def giving_up_worker(rank: int, world: int, spec: ImageSpec) -> None:
             yield batch
 
     classifier_trainer.held_out_batches = counted
-    schedule.LeaveWatcher.due = lambda self: STOP if seen else STAY  # type: ignore[method-assign]
+    schedule.LeaveWatcher.due = lambda self: STOP if seen else CONTINUE  # type: ignore[method-assign]
     look = spec.config.data
     summary = train_rank(
         spec,
@@ -261,7 +261,7 @@ def oracle(
     losses, norms, rows = [], [], spec.data.rows("train")
     for step in range(steps):
         batch = step_images(rows, spec.config.data, spec.order, step, 0, 1)
-        count = int(batch.sums()[0])
+        count = int(batch.counts().images)
         total = 0.0
         flat = [getattr(batch, n) for n in ("images", "labels", "others", "shares", "rows")]
         pixels, labels, mixed, shares, ids = (a.reshape(-1, *a.shape[2:]) for a in flat)

@@ -6,7 +6,7 @@ plans.py     plan, presets
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
-results.py   report, generate, check, publish
+results.py   report, generate, check, merge, publish
 space.py     du, rm, prune
 """
 
@@ -33,6 +33,7 @@ COMMANDS = {  # name: module and function
     "report": "cli.results.report",
     "generate": "cli.results.generate",
     "check": "cli.results.check",
+    "merge": "cli.results.merge",
     "publish": "cli.results.publish",
     "du": "cli.space.du",
     "rm": "cli.space.rm",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rayapp.data.packing import Document
     from rayapp.data.prepared import Prepared
     from rayapp.finetune.preview import Preview
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
 DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
 
@@ -42,7 +42,7 @@ def data(argv: list[str]) -> int:
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
     from rayapp.finetune.check import check
     from rayapp.finetune.preview import preview
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     previews = preview(check(config, None, 0))
     if asked["json"] == "true":
@@ -65,11 +65,11 @@ def prepare(argv: list[str]) -> int:
     from rayapp.jobs import secrets
     from rayapp.jobs.ray_address import address_of
     from rayapp.observe.activity import Phases
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     tell_ray()
     from rayapp.finetune.check import check
-    from rayapp.finetune.prepare import prepare_beforehand
+    from rayapp.finetune.prepared_run import prepare_beforehand
 
     phases = Phases()
     with captured() as tail:
@@ -138,8 +138,8 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
 def _rendered(preview: Preview, document: Document, chars: int, colours: bool) -> Text:
     from rich.text import Text
 
+    from rayapp.finetune.plan_lines import MARKS
     from rayapp.finetune.preview import runs
-    from rayapp.finetune.show import MARKS
 
     text, left = Text(), chars
     for part, loss in runs(preview.tokenizer, document):

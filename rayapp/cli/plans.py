@@ -51,7 +51,7 @@ def plan(argv: list[str]) -> int:
         return Exit.DONE
     from rayapp import planner
     from rayapp.config import arguments
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
     from rayapp.planner.plan_tables import show
     from rayapp.planner.question import named_instance
     from rayapp.train import planning

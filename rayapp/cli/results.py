@@ -1,4 +1,4 @@
-"""rayapp report, generate, check and publish: what came out of runs, and where it goes."""
+"""rayapp report, generate, check, merge and publish: what came out of runs, and where it goes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def check(argv: list[str]) -> int:
 def _show(verdicts: list[Verdict]) -> None:
     from rich.table import Table
 
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     table = Table("consumer", "opens", "stops", "text equal", box=None, pad_edge=False)
     said = {True: "yes", False: "no", None: "-"}
@@ -127,6 +127,34 @@ def _show(verdicts: list[Verdict]) -> None:
     for each in verdicts:
         if each.why:
             print(f"{each.consumer}: {each.why}")
+
+
+MERGE = """rayapp merge RUN [--out=FOLDER]
+
+RUN is the folder or s3:// URL of a run that has exported an adapter. Adds the adapter to its base
+with peft, in float32, and writes one model folder in the dtype of the base.
+
+  --out=FOLDER   where to; by default the name of the run with -merged, here"""
+
+
+def merge(argv: list[str]) -> int:
+    """Make one model of a run's adapter and its base; see MERGE."""
+    if "--help" in argv or "-h" in argv or not argv:
+        print(MERGE)
+        return Exit.DONE if argv else Exit.REFUSED
+    from rayapp import consumers
+
+    run, asked = arguments.read_plain(argv, "RUN", {"out": ""})
+    out = asked["out"] or f"{run.rstrip('/').rpartition('/')[2]}-merged"
+    if "://" in out:
+        raise ConfigError([f"--out={out} is not valid: it must be a folder here. Set --out"])
+    try:
+        consumers.merge(run, out)
+    except StorageError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
+    print(f"merged model in {out}")
+    return Exit.DONE
 
 
 PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
@@ -146,7 +174,7 @@ def publish(argv: list[str]) -> int:
         print(PUBLISH)
         return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
-    from rayapp.observe.origin import redacted
+    from rayapp.observe.plain import redacted
     from rayapp.report.publish import PublishError
     from rayapp.report.publish import publish as send
 

@@ -15,7 +15,8 @@ from rayapp.config import Run, arguments
 from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
-from rayapp.observe.figures import figures, label
+from rayapp.observe.figures import FIGURES, figures
+from rayapp.observe.metrics import OWN_LOSS
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
@@ -68,11 +69,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     table = Table(box=None, pad_edge=False)
-    own = label("own_loss")
-    names = ["step", "loss", *([own] if any(own in row["figures"] for row in rows) else []), "cost"]
+    every = dict.fromkeys(name for row in rows for name in row["figures"])
+    usual = {"step", *(shown for name, (shown, _) in FIGURES.items() if name != OWN_LOSS)}
+    names = ["step", "loss", *(name for name in every if name not in usual), "cost"]
     for name in ("run", "status", *names, "seen", "by"):
         table.add_column(name, no_wrap=name in ("run", "status", "seen"))
     for row in rows:
@@ -126,7 +128,7 @@ def status(argv: list[str]) -> int:
         print(json.dumps(_values(handle.run.url, state, now), indent=2))
     else:
         from rayapp.jobs.terminal import render
-        from rayapp.observe.console import Console
+        from rayapp.observe.plain import Console
 
         Console().print(render(handle.name, state, now, lines))
         if now is None and (reason := handle.reason()):
@@ -189,8 +191,8 @@ def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
         "job": None,
         "updated_s": now.updated_s,
         "reason": now.reason,
-        "user": now.started.user,
-        "commit": now.started.commit,
+        "user": now.user,
+        "commit": now.commit,
         "figures": figures(now),
         "step": now.step,
         "num_steps": now.num_steps,

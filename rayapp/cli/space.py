@@ -98,7 +98,7 @@ def du(argv: list[str]) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from rayapp.observe.console import Console
+    from rayapp.observe.plain import Console
 
     table = Table(box=None, pad_edge=False)
     for name in ("what", "size", "used", "needed by"):

@@ -93,6 +93,8 @@ def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
 
+RecordKind = Literal["text", "prompt", "chat"]
+DataKind = Literal["auto", RecordKind]
 Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(none_or)]

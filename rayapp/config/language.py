@@ -12,6 +12,7 @@ from rayapp.config.fields import (
     AutoInt,
     Beta,
     Codes,
+    DataKind,
     OptionalCode,
     OptionalFloat,
     OptionalInt,
@@ -77,7 +78,7 @@ class Data(Section):
     )
     """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
     which yields records. auto: detect the format from the file names and the first bytes."""
-    kind: Literal["auto", "text", "prompt", "chat"] = "auto"
+    kind: DataKind = "auto"
     """Kind of the records: text, prompt (with completion) or chat. auto: detect the kind from the
     columns (docs/data.md lists the shapes)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
@@ -212,21 +213,21 @@ class Config(RunConfig):
     """One run."""
 
     MODULE: ClassVar[str] = "rayapp.finetune"
-    LOCAL: ClassVar[tuple[str, ...]] = (
+    PATH_FIELDS: ClassVar[tuple[str, ...]] = (
         "data.path",
         "data.eval_path",
         "data.chat_template",
         "model.path",
         "model.tokenizer",
     )
-    FREE: ClassVar[tuple[str, ...]] = (
+    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
         "data.workers",
         "train.micro_batch",
         "train.on_spike",
         "train.spike_sigmas",
         "eval.tasks.",
     )
-    GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
+    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
 
     model: Model = Model()
     data: Data = Data()

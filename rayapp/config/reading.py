@@ -73,13 +73,13 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
     """Return `field: old -> new` for each changed field that makes `new` another run.
 
     A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
-    `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `FREE`: none of
-    them changes what is trained. Where `new` is not `settled`, fields that it leaves at `auto` are
-    not compared.
+    `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `RESUME_SAFE`:
+    none of them changes what is trained. Where `new` is not `settled`, fields that it leaves at
+    `auto` are not compared.
     """
     before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     of_the_run = ("run.storage", "run.trackers", "run.hooks", "run.max_usd", "run.max_hours")
-    free = ("cluster.", "checkpoint.", *of_the_run, *new.FREE)
+    free = ("cluster.", "checkpoint.", *of_the_run, *new.RESUME_SAFE)
     return [
         f"{field}: {before.get(field)} -> {after.get(field)}"
         for field in sorted(before.keys() | after.keys())
@@ -190,12 +190,29 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
     return f"{field}={shown(error['input'])} is not valid: {why}. {what}"
 
 
+def _sections_below(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the section classes in a field's annotation, those of a mapping's values too."""
+    yield from sections_in(annotation)
+    for each in get_args(annotation):
+        yield from _sections_below(each) if get_args(each) else ()
+
+
+def _named_section(kind: type[RunConfig], location: list[str]) -> list[str]:
+    """Return the fields of a section that a field holds by names of the user's."""
+    models: list[type[BaseModel]] = [kind]
+    for part in location:
+        known = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [each for info in known for each in _sections_below(info.annotation)] or models
+    return [name for model in models for name in model.model_fields]
+
+
 def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> str:
     field, section = ".".join(location), ".".join(location[:-1])
     if why := kind.ABSENT.get(field):
         return f"{field}={shown(value)} is not available: {why}"
     known = [*kind.model_fields, *fields(kind)]
     beside = [name for name in known if name.rpartition(".")[0] == section]
+    beside = beside or [f"{section}.{name}" for name in _named_section(kind, location[:-1])]
     for candidates in (beside, known):
         by_name = {name.rpartition(".")[2]: name for name in candidates}
         near = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)

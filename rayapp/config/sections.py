@@ -154,12 +154,12 @@ class RunConfig(Section):
 
     MODULE: ClassVar[str]
     """The module of the command that runs it."""
-    LOCAL: ClassVar[tuple[str, ...]]
+    PATH_FIELDS: ClassVar[tuple[str, ...]]
     """Fields that may name files of this machine."""
-    FREE: ClassVar[tuple[str, ...]] = ()
+    RESUME_SAFE: ClassVar[tuple[str, ...]] = ()
     """Fields that may change between two commands that are the same run, beside the driver's."""
 
-    GROWTH: ClassVar[tuple[str, ...]] = ()
+    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = ()
     """Fields with which a run may be made longer, where `growth_problem` finds nothing wrong."""
 
     ABSENT: ClassVar[Mapping[str, str]] = {}

@@ -149,14 +149,14 @@ class VisionConfig(RunConfig):
     """A run that trains an image classifier."""
 
     MODULE: ClassVar[str] = "rayapp.vision"
-    LOCAL: ClassVar[tuple[str, ...]] = ("data.path", "data.eval_path", "model.path")
-    FREE: ClassVar[tuple[str, ...]] = (
+    PATH_FIELDS: ClassVar[tuple[str, ...]] = ("data.path", "data.eval_path", "model.path")
+    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
         "data.workers",
         "data.count",
         "train.on_spike",
         "train.spike_sigmas",
     )
-    GROWTH: ClassVar[tuple[str, ...]] = SCHEDULE
+    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
     ABSENT: ClassVar[Mapping[str, str]] = {
         "model.init_from": "a classifier starts from an exported folder, which contains the "
         "batch-norm statistics and the averaged weights. Set model.path=RUN/model",

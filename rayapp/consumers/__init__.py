@@ -12,6 +12,7 @@ the `prompt` and the `ids` written behind it, and `gaps`: by how much judged tex
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -38,11 +39,12 @@ INSTALL = {
     "npm install --prefix FOLDER node-llama-cpp",
 }
 CURES = {
-    TRANSFORMERS: "Export the model anew: run the same command with a larger train.max_steps",
+    TRANSFORMERS: "If its base was moved, put it back where adapter_config.json says",
     TRANSFORMERS_4: "Serve it with transformers 5",
-    VLLM: "If it is an adapter, set model.lora.merge=true",
+    VLLM: "If it is an adapter, `rayapp merge RUN` makes one model of it and its base",
     LLAMA_CPP: "Its converter knows the architectures and tokenizers of published models alone",
 }
+OF_CARD = ("README.md", "loss.svg")  # what the card says is of the adapter
 HERE = Path(__file__).parent
 NEW_TOKENS = 32
 TIE = 0.02  # nats between tokens of which either may be the likeliest: sums differ in their order
@@ -180,18 +182,43 @@ def _merged(request: Json, folder: str) -> Json:
     made = tempfile.mkdtemp(dir=folder)
     if request["base"] is None:
         return {**request, "made": made}
+    _merge(request["folder"], request["base"], made, "float32")
+    return {**request, "folder": made, "made": made}
+
+
+def merge(run: str, out: str) -> None:
+    """Write the model of a run with an adapter as one folder, in the dtype of the base.
+
+    Raises:
+        ConfigError: there is no such run, no adapter in it, or `out` is not empty.
+        StorageError: it cannot be read.
+    """
+    storage = exported(run)
+    if not (storage / MODEL).exists(ADAPTER):
+        raise ConfigError([f"RUN={run} has no adapter: {MODEL}/ in it is a whole model already"])
+    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        raise ConfigError([f"--out={out} is in use: there are files in it. Set another folder"])
+    with ExitStack() as stack:
+        folder = local_copy(storage / MODEL, stack)
+        _merge(folder, base_of(run, folder, stack), out, None)
+
+
+def _merge(folder: str, base: str, out: str, dtype: str | None) -> None:
+    """Merge an adapter in float32 and write the whole model; None is the dtype of the base."""
+    import torch
     import transformers
 
     from rayapp.model.adapter import adapted
 
+    stored = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False).dtype
     hf = transformers.AutoModelForCausalLM.from_pretrained(
-        request["base"], dtype="float32", trust_remote_code=False
+        base, dtype="float32", trust_remote_code=False
     )
-    adapted(hf, request["folder"]).merge_and_unload().save_pretrained(made)
-    for file in Path(request["folder"]).iterdir():
-        if file.is_file() and not file.name.startswith("adapter_"):
-            shutil.copy(file, made)
-    return {**request, "folder": made, "made": made}
+    merged = adapted(hf, folder).merge_and_unload()
+    merged.to(getattr(torch, dtype) if dtype else stored or torch.float32).save_pretrained(out)
+    for file in Path(folder).iterdir():
+        if file.is_file() and not file.name.startswith("adapter_") and file.name not in OF_CARD:
+            shutil.copy(file, out)
 
 
 def verdict_of(consumer: str, model: Served, answer: Json, gaps: Iterator[float]) -> Verdict:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from rayapp.data.kinds import NOT_UNICODE
 from rayapp.data.messages import (
     END_OF_THOUGHT,
     REASONING,
@@ -41,7 +42,6 @@ from rayapp.data.messages import (
     with_text_arguments,
     without_none,
 )
-from rayapp.data.problems import NOT_UNICODE
 from rayapp.data.tokens import CHAT_TEMPLATE, FIRST_TEMPLATE
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

@@ -1,4 +1,4 @@
-"""Turn records into documents: the three kinds of data, and which tokens bear loss.
+"""Turn records into documents: the tokens of each kind of record, and which tokens bear loss.
 
     document, problem = Renderer(load_tokenizer(folder), "chat").document({"messages": [...]})
 
@@ -14,10 +14,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 
+from rayapp.config.fields import RecordKind
 from rayapp.data.chat import ChatTemplate
 from rayapp.data.control import (
     CONTROL,
@@ -26,6 +27,7 @@ from rayapp.data.control import (
     TEXT,
     ControlTokens,
 )
+from rayapp.data.kinds import KINDS, problem_of, takes_template
 from rayapp.data.long_texts import (
     LINE_END,
     PIECE_ENDS,
@@ -37,8 +39,6 @@ from rayapp.data.long_texts import (
 )
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
-from rayapp.data.problems import problem_of
-from rayapp.data.shapes import COLUMNS
 from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
 
@@ -50,7 +50,7 @@ Body: TypeAlias = tuple[Tokens, int, int]
 Made: TypeAlias = tuple[Document | None, str | None]
 
 
-def content_of(value: Any, kind: str) -> Iterable[bytes]:
+def content_of(value: Any, kind: RecordKind) -> Iterable[bytes]:
     """Return the content that identifies a valid record: its text columns, and no others.
 
     >>> list(content_of({"text": "a", "id": 7}, "text")) == list(content_of("a", "text"))
@@ -58,7 +58,7 @@ def content_of(value: Any, kind: str) -> Iterable[bytes]:
     """
     if kind == "text":
         return map(str.encode, chunks_of(text_of(value)))
-    columns = [value[name] for name in COLUMNS[kind]]
+    columns = [value[name] for name in KINDS[kind].columns]
     return [AS_JSON.encode(columns).encode()]
 
 
@@ -74,7 +74,7 @@ class Renderer:
     def __init__(
         self,
         tokenizer: Any,
-        kind: str,
+        kind: RecordKind,
         template: str = "",
         reasoning: str = "train",
         special_tokens: str = CONTROL,
@@ -87,13 +87,13 @@ class Renderer:
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
         self.line_end = encoded_line_end(tokenizer, self.bytes_of) if self.adds_space else None
         how = (template, reasoning, pads)
-        self.chats = ChatTemplate(tokenizer, *how) if kind == "chat" else None
+        self.chats = ChatTemplate(tokenizer, *how) if takes_template(kind) else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
-        elif kind == "chat":
+        elif takes_template(kind):
             raise ValueError(
-                f"data.kind=chat is not possible with {type(tokenizer).__name__}: it cannot say "
+                f"data.kind={kind} is not possible with {type(tokenizer).__name__}: it cannot say "
                 "which text a token stands for. Set model.tokenizer to one with a tokenizer.json"
             )
 
@@ -131,12 +131,15 @@ class Renderer:
         """Return `document(value)` for each value; a batch is cheaper than single calls."""
         problems = [problem_of(value, self.kind) for value in values]
         good = [value for value, problem in zip(values, problems, strict=True) if problem is None]
-        if self.kind == "text":
-            made = self._texts([v if isinstance(v, str) else v["text"] for v in good])
-        elif self.kind == "prompt":
-            made = self._prompts(good)
-        else:
-            made = self._chats(good)
+        match self.kind:
+            case "text":
+                made = self._texts([v if isinstance(v, str) else v["text"] for v in good])
+            case "prompt":
+                made = self._prompts(good)
+            case "chat":
+                made = self._chats(good)
+            case _:
+                assert_never(self.kind)
         rest = iter(made)
         return [next(rest) if problem is None else (None, problem) for problem in problems]
 

@@ -129,11 +129,6 @@ class Packed:
     layout: RowLayout
 
     @property
-    def num_target_tokens(self) -> int:
-        """Return the number of positions that bear loss."""
-        return int(np.count_nonzero(self.rows["labels"] != IGNORE))
-
-    @property
     def fill(self) -> float:
         """Return the fraction of positions used, 0-1; 0 if there is no row."""
         size = self.rows["input_ids"].size

@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from pydantic import TypeAdapter
 
-from rayapp.data.report import Counts, DataReport, summed
-from rayapp.data.rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
+from rayapp.data.report import Counts, DataReport, added, summed
+from rayapp.data.token_rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
 from rayapp.order import SOURCE_ROWS, fingerprint
 from rayapp.storage import Storage, open_storage
 
@@ -239,13 +239,9 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     written: a part may be in several mixtures.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
-    bad: Counter[str] = Counter()
-    notes: Counter[str] = Counter()
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names = parts_of_mixture({path: part.parts for path, part in parts.items()}, weights)
     for part in parts.values():
-        bad.update(part.bad)
-        notes.update(part.notes)
         for split in SPLITS:
             shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
     documents = [part.counts["train"]["documents"] for part in parts.values()]
@@ -257,14 +253,14 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         seq_len=next(iter(parts.values())).seq_len,
         shards=shards,
         counts={s: summed(part.counts[s] for part in parts.values()) for s in SPLITS},
-        bad=dict(bad),
+        bad=added(part.bad for part in parts.values()),
         examples=[each for part in parts.values() for each in part.examples][:MAX_EXAMPLES],
         records=sum(part.records for part in parts.values()),
         duplicates=repeated / max(sum(documents), 1),
         sizes=tuple(part.num_rows("train") for part in parts.values()),
         weights=tuple(weights[path] for path in parts),
         sources={path: part.report() for path, part in parts.items()},
-        notes=dict(notes),
+        notes=added(part.notes for part in parts.values()),
         places=tuple(part.fingerprint for part in parts.values()),
         windows=tuple(count for part in parts.values() for count in part.windows),
         known=tuple(count for part in parts.values() for count in part.known),

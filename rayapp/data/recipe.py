@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rayapp.config.fields import RecordKind
 from rayapp.data import sources
+from rayapp.data.kinds import KINDS
 from rayapp.order import fingerprint
 
-VERSIONS = {"text": 3, "prompt": 3, "chat": 4}  # of the rows made of a recipe, by its kind
 TOKENS_VERSION = 2  # of the blocks of tokens, and of how records are cut into them
 
 
@@ -19,7 +20,7 @@ class RowRecipe:
 
     source: sources.DataSource
     eval_source: sources.DataSource | None
-    kind: str
+    kind: RecordKind
     tokenizer_url: str
     tokenizer_digest: str
     pad_id: int
@@ -59,7 +60,7 @@ class RowRecipe:
                 "pack": self.pack,
                 "truncate": self.truncate,
                 "eval_fraction": self.eval_fraction,
-                "version": self.version or VERSIONS[self.kind],
+                "version": self.version or KINDS[self.kind].version,
             }
         )
 
@@ -80,7 +81,7 @@ class RowRecipe:
                 "reader": source.version if sources.is_own(source.format) else "",
                 "kind": self.kind,
                 "tokenizer": self.tokenizer_digest,
-                "version": [TOKENS_VERSION, self.version or VERSIONS[self.kind]],
+                "version": [TOKENS_VERSION, self.version or KINDS[self.kind].version],
             }
         )
 

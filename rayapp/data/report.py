@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, cast
 
 from pydantic import Field
@@ -72,6 +72,14 @@ class DataReport(TypedDict, total=False):
     classes: int
     class_counts: dict[str, int]
     bytes: int
+
+
+def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of numbers of records by reason."""
+    sums = Counter[str]()
+    for part in parts:
+        sums.update(part)
+    return dict(sums)
 
 
 def summed(parts: Iterable[Counts]) -> Counts:

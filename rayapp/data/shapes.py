@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import sources
 from rayapp.data.messages import FIELDS
 
 Row = Mapping[str, Any]
 
-COLUMNS = {"text": ("text",), "prompt": ("prompt", "completion"), "chat": ("messages",)}
 OF_CHATS = ("tools", "chat_template_kwargs")
 ROLES = {
     "human": "user",
@@ -53,12 +53,12 @@ class RecordShape:
     """A known set of columns."""
 
     name: str
-    kind: str
-    """text, prompt or chat: what data.kind=auto makes of it."""
+    kind: RecordKind
+    """What data.kind=auto makes of it."""
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
     """Other columns that are used."""
-    to: Mapping[str, Callable[[Row], Row]] = field(default_factory=dict)
+    to: Mapping[RecordKind, Callable[[Row], Row]] = field(default_factory=dict)
     """Conversions by kind; none for a standard record."""
     lists: bool = False
     """The columns hold lists of messages."""
@@ -194,7 +194,7 @@ SHAPES = (
 NAMES = tuple(dict.fromkeys(name for shape in SHAPES for name in (*shape.needs, *shape.may)))
 
 
-def shape_of(row: Row, kind: str = "auto") -> RecordShape | None:
+def shape_of(row: Row, kind: DataKind = "auto") -> RecordShape | None:
     """Return the first shape that a row has and that makes a record of a kind, or None."""
     for shape in SHAPES:
         possible = kind in ("auto", shape.kind) or kind in shape.to
@@ -203,13 +203,13 @@ def shape_of(row: Row, kind: str = "auto") -> RecordShape | None:
     return None
 
 
-def kind_of(row: Row) -> str | None:
+def kind_of(row: Row) -> RecordKind | None:
     """Return the kind that `auto` makes of a row, or None if its shape is not known."""
     shape = shape_of(row)
     return None if shape is None else shape.kind
 
 
-def standard(row: Any, kind: str) -> Any:
+def standard(row: Any, kind: RecordKind) -> Any:
     """Return a row as the standard record of a kind; a row of unknown shape stays as it is.
 
     Raises:
@@ -254,15 +254,15 @@ def number_in(row: Any, name: str) -> float:
     return number
 
 
-def unused(row: Any, kind: str) -> tuple[str, ...]:
+def unused(row: Any, kind: RecordKind) -> tuple[str, ...]:
     """Return the columns of a row that nothing is made of; those without a value do not count."""
     shape = None if isinstance(row, str) else shape_of(row, kind)
     return () if shape is None else _others(row, (*shape.needs, *shape.may))
 
 
-def unused_fields(chat: Row) -> tuple[str, ...]:
-    """Return `messages.NAME` for each field of a valid chat that only a template may read."""
-    each = (name for message in chat["messages"] for name in _others(message, FIELDS))
+def unused_fields(messages: Sequence[Row]) -> tuple[str, ...]:
+    """Return `messages.NAME` for each field of valid messages that only a template may read."""
+    each = (name for message in messages for name in _others(message, FIELDS))
     return tuple(f"messages.{name}" for name in each)
 
 
@@ -272,7 +272,7 @@ def _others(row: Row, known: Collection[str]) -> tuple[str, ...]:
 
 
 def standardised(
-    record: sources.Record, kind: str, columns: Mapping[str, str], names: Sequence[str] = ()
+    record: sources.Record, kind: RecordKind, columns: Mapping[str, str], names: Sequence[str] = ()
 ) -> sources.Record:
     """Return a record with the standard value of a kind, or with why there is none.
 
@@ -292,7 +292,7 @@ def standardised(
 def read_records(
     source: sources.DataSource,
     piece: sources.Piece,
-    kind: str,
+    kind: RecordKind,
     columns: Mapping[str, str],
     long_texts: bool = False,
     names: Sequence[str] = (),

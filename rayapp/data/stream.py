@@ -8,8 +8,8 @@ the group. The stream has one block per (chunk of steps, rank), in that order. W
 and blocks of equal size, `streaming_split(equal=True)` deals them out in turn, so rank r gets
 exactly its part of every step. A resume starts reading at the step where it resumes.
 
-Ray Data plans a data set as a whole, so a long run is cut into windows. Two data sets take turns:
-each execution of one is a window, and while its last chunks are used the other starts the next.
+Ray Data plans a data set as a whole, so a long run is cut into executions. Two data sets take
+turns: while the last chunks of an execution of one are used, the other starts the next execution.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import ray.train
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
-from rayapp.data.growing import GrowingRows
 from rayapp.data.prepared import Prepared
+from rayapp.data.prepared_windows import GrowingRows
 from rayapp.data.ray_tasks import on_workers_nodes
-from rayapp.data.rows import StepRows, step_rows
+from rayapp.data.token_rows import StepRows, step_rows
 from rayapp.order import EMPTY, Order
 
 CHUNK_BYTES = 4 * 2**20
-WINDOW_BLOCKS = 2_048  # a planned block costs Ray Data 0.8 ms at the start, and 5 KiB
-LEAST_CHUNKS = 8  # of a window
+EXECUTION_BLOCKS = 2_048  # a planned block costs Ray Data 0.8 ms at the start, and 5 KiB
+LEAST_CHUNKS = 8  # of an execution
 MAX_STEPS_PER_CHUNK = 32
 LEAST_TASKS = 2
 PAUSE_S = 0.01
@@ -56,29 +56,29 @@ class Shard:
     """One rank's part of a stream."""
 
     lanes: list[ray.data.DataIterator]
-    """Window w is execution w // n of lane w % n, for n lanes."""
-    windows: int
+    """Execution e of the stream is execution e // n of lane e % n, for n lanes."""
+    executions: int
     chunks: int
-    """Of a window; the last one may have fewer."""
+    """Of an execution; the last one may have fewer."""
 
     def blocks(self) -> Iterator[Arrays]:
-        """Yield the blocks; open the next window when three quarters of one are taken.
+        """Yield the blocks; open the next execution when three quarters of one are taken.
 
-        All ranks must iterate together: Ray Data starts a window when all have opened it.
+        All ranks must iterate together: Ray Data starts an execution when all have opened it.
         """
         blocks = self._open(0)
-        for window in range(self.windows):
+        for execution in range(self.executions):
             following: Future[Iterator[Arrays]] | None = None
             for number, block in enumerate(blocks):
-                if window + 1 < self.windows and number == self.chunks * 3 // 4:
-                    following = _beside(partial(self._open, window + 1))
+                if execution + 1 < self.executions and number == self.chunks * 3 // 4:
+                    following = _beside(partial(self._open, execution + 1))
                 yield block
             if following is not None:
                 blocks = following.result()
 
-    def _open(self, window: int) -> Iterator[Arrays]:
-        """Start a window and wait for its first block, after which Ray Data reads ahead."""
-        lane: Any = self.lanes[window % len(self.lanes)]  # the stubs want a batch size
+    def _open(self, execution: int) -> Iterator[Arrays]:
+        """Start an execution and wait for its first block, after which Ray Data reads ahead."""
+        lane: Any = self.lanes[execution % len(self.lanes)]  # the stubs want a batch size
         blocks = iter(lane.iter_batches(batch_size=None, prefetch_batches=2))
         return itertools.chain([next(blocks)], blocks)
 
@@ -93,7 +93,7 @@ def _beside(work: Callable[[], Iterator[Arrays]]) -> Future[Iterator[Arrays]]:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="next-window", daemon=True).start()
+    threading.Thread(target=run, name="next-execution", daemon=True).start()
     return done
 
 
@@ -103,15 +103,17 @@ class Stream:
 
     world: int
     lanes: list[ray.data.Dataset]
-    """One if a single window holds the run, else two."""
-    windows: int
+    """One if a single execution holds the run, else two."""
+    executions: int
     chunks: int
-    """Of a window; the last one may have fewer."""
+    """Of an execution; the last one may have fewer."""
 
     def split(self) -> list[Shard]:
         """Return each rank's part."""
         lanes = [lane.streaming_split(self.world, equal=True) for lane in self.lanes]
-        return [Shard(list(each), self.windows, self.chunks) for each in zip(*lanes, strict=True)]
+        return [
+            Shard(list(each), self.executions, self.chunks) for each in zip(*lanes, strict=True)
+        ]
 
 
 class ExactOrder(ray.train.DataConfig):
@@ -129,13 +131,13 @@ class ExactOrder(ray.train.DataConfig):
 
 
 class Numbers(ray.data.Datasource):
-    """The numbers of a lane's blocks, each in a block of its own; one window in each execution.
+    """The numbers of a lane's blocks, each in a block of its own.
 
     `ray.data.range` would reserve a CPU for each of its tasks.
     """
 
     def __init__(self, count: int, size: int, lane: int, lanes: int) -> None:
-        """Of `count` numbers, windows of `size` go to the lanes in turn."""
+        """Of `count` numbers, executions of `size` go to the lanes in turn."""
         super().__init__()
         self.count, self.size, self.lane, self.lanes = count, size, lane, lanes
 
@@ -157,10 +159,10 @@ class Numbers(ray.data.Datasource):
         # How often the data set has been executed; by it Ray's own sources shuffle anew.
         done = 0 if data_context is None else data_context._execution_idx
         first = (done * self.lanes + self.lane) * self.size
-        window = range(first, min(first + self.size, self.count))
+        numbers = range(first, min(first + self.size, self.count))
         if data_context is None:
-            window = range(parallelism)
-        return [ray.data.ReadTask(partial(_numbered, number), one) for number in window]
+            numbers = range(parallelism)
+        return [ray.data.ReadTask(partial(_numbered, number), one) for number in numbers]
 
 
 class Paced(ExecutionCallback):
@@ -220,21 +222,21 @@ def blocks(
             fill(step, rank, {name: made[name][part] for name in fields})
         return made
 
-    in_window = min(chunks, max(LEAST_CHUNKS, WINDOW_BLOCKS // world))
-    windows = math.ceil(chunks / in_window)
-    at_once = min(concurrency or spare_cpus(world), in_window * world)  # Ray warns about more
+    size = min(chunks, max(LEAST_CHUNKS, EXECUTION_BLOCKS // world))
+    executions = math.ceil(chunks / size)
+    at_once = min(concurrency or spare_cpus(world), size * world)  # Ray warns about more
     lanes = []
-    for lane in range(min(2, windows)):
-        numbers = Numbers(chunks * world, in_window * world, lane, min(2, windows))
+    for lane in range(min(2, executions)):
+        numbers = Numbers(chunks * world, size * world, lane, min(2, executions))
         lanes.append(_lane(numbers, read, at_once))
-    return Stream(world, lanes, windows, in_window)
+    return Stream(world, lanes, executions, size)
 
 
 def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) -> ray.data.Dataset:
     # The same for both operators, so that Ray Data fuses them into one task.
     compute = ray.data.TaskPoolStrategy(size=concurrency)
     tasks: dict[str, Any] = {"num_cpus": 0, "compute": compute, **on_workers_nodes()}
-    # Fewer tasks than that, in the last window, are no reason to split their blocks.
+    # Fewer tasks than that, in the last execution, are no reason to split their blocks.
     dataset = ray.data.read_datasource(numbers, override_num_blocks=numbers.size, **tasks)
     dataset = dataset.map_batches(read, batch_size=None, **tasks)
     dataset.context.execution_options.preserve_order = True

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
-from rayapp.data import sections
-from rayapp.data.rows import seed_of
-from rayapp.data.sections import DamagedTokens, TokenSection
+from rayapp.data import token_sections
+from rayapp.data.token_rows import seed_of
+from rayapp.data.token_sections import DamagedTokens, TokenSection
 from rayapp.storage import Storage
 from rayapp.storage.processes import machine, mark_of
 
@@ -55,7 +55,7 @@ class TokenStore:
         while True:
             try:
                 with self.storage.open_read(name) as file:
-                    for section in islice(sections.read(file, seed), done, None):
+                    for section in islice(token_sections.read(file, seed), done, None):
                         done += 1
                         yield section
                 return
@@ -69,10 +69,10 @@ class TokenStore:
                 with self.storage.open_write(name) as out:
                     count = 0
                     for count, section in enumerate(make(), 1):
-                        out.writelines(sections.encoded(section, seed, count - 1))
+                        out.writelines(token_sections.encoded(section, seed, count - 1))
                         if count > done:
                             yield section
-                    out.write(sections.end_of(seed, count))
+                    out.write(token_sections.end_of(seed, count))
                 return
 
     def make(self, key: str, make: Callable[[], Iterator[TokenSection]]) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rayapp.data import sections, sources, tokens
+from rayapp.data import sources, token_sections, tokens
 from rayapp.data.documents import Renderer, content_of
-from rayapp.data.problems import problem_of
+from rayapp.data.kinds import problem_of
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.sections import TokenisedRecord, TokenSection
 from rayapp.data.shapes import read_records
+from rayapp.data.token_sections import TokenisedRecord, TokenSection
 
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
 
@@ -27,7 +27,7 @@ def tokenised(
     Raises:
         SourceError: a file is not of its format, so that the rest cannot be read.
     """
-    yield from sections.sections(_records(recipe, source, pieces))
+    yield from token_sections.sections(_records(recipe, source, pieces))
 
 
 def _records(

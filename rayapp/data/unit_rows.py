@@ -3,26 +3,94 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
+from array import array
 from collections import Counter
 from contextlib import ExitStack, closing
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.packing import IGNORE, filled, in_groups, lay_out, row_dtype
+from rayapp.data.packing import IGNORE, Document, Slices, filled, in_groups, lay_out, row_dtype
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary
-from rayapp.data.rows import PLACED, with_checksums
-from rayapp.data.sections import TokenisedRecord
-from rayapp.data.spool import Spool
+from rayapp.data.token_rows import PLACED, with_checksums
+from rayapp.data.token_sections import TokenisedRecord
 from rayapp.order import shuffled
 from rayapp.storage import Storage
 
-WINDOW_TOKENS = 2**20  # of a stream that are packed at once
+BATCH_TOKENS = 2**20  # of a stream that are packed at once
 GROUP = 1024  # documents that a later packing packs together
-WINDOW_BYTES = 4 * 2**20  # of rows that are made and written at once
+BATCH_BYTES = 4 * 2**20  # of rows that are made and written at once
+SPOOL_TOKENS = 2**20  # most that are held in memory, at 7 bytes each
+TYPES: list[np.dtype[Any]] = [np.dtype(t) for t in (np.int32, np.bool_, np.uint16)]  # a Document's
+
+
+class Spool:
+    """Documents laid end to end: what `packing.filled` takes its slices from."""
+
+    def __init__(self) -> None:
+        self.lengths, self.values, self.size = array("q"), array("f"), 0
+        self.open = False
+        self.buffers = [bytearray() for _ in TYPES]
+        self.files: list[IO[bytes]] = []
+        self.stack = ExitStack()
+
+    def add(
+        self, document: Document, goes_on: bool = False, values: tuple[float, ...] = ()
+    ) -> None:
+        """Add a copy of a document, or of the next part of one that goes on, at the end."""
+        if not self.open:
+            self.lengths.append(0)
+            self.values.extend(values)
+        self.lengths[-1] += len(document.tokens)
+        self.open = goes_on
+        self.size += len(document.tokens)
+        columns = (document.tokens, document.loss, document.num_bytes)
+        plain = [np.ascontiguousarray(c, dtype) for c, dtype in zip(columns, TYPES, strict=True)]
+        large = len(document.tokens) >= SPOOL_TOKENS
+        if large or len(self.buffers[0]) >= SPOOL_TOKENS * TYPES[0].itemsize:
+            self._spill()
+        for number, column in enumerate(plain):
+            if large:
+                self.files[number].write(column.data)
+            else:
+                self.buffers[number] += column.data
+
+    def arrays(self) -> tuple[Slices, Slices, Slices]:
+        """Return the tokens, whether they bear loss, and their bytes; nothing is added any more."""
+        if not self.files:
+            tokens, loss, num_bytes = map(np.frombuffer, self.buffers, TYPES)
+            return tokens, loss, num_bytes
+        self._spill()
+        return tuple(map(FileSlices, self.files, TYPES))  # type: ignore[return-value]  # of three
+
+    def close(self) -> None:
+        """Remove the temporary files; slices of them can be taken no more."""
+        self.stack.close()
+
+    def _spill(self) -> None:
+        if not self.files:
+            self.files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in TYPES]  # noqa: SIM115
+        for file, buffer in zip(self.files, self.buffers, strict=True):
+            file.write(buffer)
+            file.flush()
+            buffer.clear()
+
+
+class FileSlices:
+    """An array in a file, read slice by slice: a memory map would count as memory of the task."""
+
+    def __init__(self, file: IO[bytes], dtype: np.dtype[Any]) -> None:
+        self.number, self.dtype = file.fileno(), dtype
+
+    def __getitem__(self, index: slice, /) -> np.ndarray[Any, Any]:
+        first, last = index.start or 0, index.stop
+        size = self.dtype.itemsize
+        return np.frombuffer(os.pread(self.number, (last - first) * size, first * size), self.dtype)
 
 
 class UnitRows:
@@ -52,7 +120,7 @@ class UnitRows:
             self.hashes += self.hash.digest()
         self.hash = hashlib.blake2b(digest_size=8)
         window_bytes = self.recipe.window_bytes
-        most = 2 * window_bytes if window_bytes else WINDOW_TOKENS
+        most = 2 * window_bytes if window_bytes else BATCH_TOKENS
         in_parts = is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
@@ -65,7 +133,7 @@ class UnitRows:
             self.held[split] = self.stack.enter_context(closing(Spool()))
 
     def _write(self, split: str, spool: Spool) -> Counts:
-        """Pack a spool's documents, and write the rows in windows."""
+        """Pack a spool's documents, and write the rows in batches."""
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
         firsts, columns = np.cumsum(lengths) - lengths, len(recipe.values)
         values = np.array(spool.values, np.float32).reshape(len(lengths), columns)
@@ -92,7 +160,7 @@ class UnitRows:
             self.files[split] = self.stack.enter_context(self.storage.open_write(name))
         arrays, before = spool.arrays(), sum(counts["rows"] for counts in self.counts[split])
         target_tokens = target_bytes = 0
-        size = max(1, WINDOW_BYTES // row_dtype(recipe.seq_len, columns).itemsize)
+        size = max(1, BATCH_BYTES // row_dtype(recipe.seq_len, columns).itemsize)
         for first in range(0, layout.num_rows, size):
             last = min(first + size, layout.num_rows)
             rows = filled(layout, first, last, *arrays, recipe.pad_id)

@@ -36,8 +36,8 @@ from rayapp.observe.activity import (
     Reporter,
     of_workers,
 )
+from rayapp.observe.events import submission_id
 from rayapp.observe.gauges import PhaseGauge
-from rayapp.observe.origin import submission_id
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
 from rayapp.storage import Storage

@@ -114,7 +114,7 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
         return None
     before = configs.from_dict(sections)
     changed = configs.differences(before, config, settled)
-    if changed and all(line.partition(":")[0] in config.GROWTH for line in changed):
+    if changed and all(line.partition(":")[0] in config.EXTENSION_FIELDS for line in changed):
         if problem := growth_problem(run, before, config, "; ".join(changed)):
             raise ConfigError([problem])
         return INTERRUPTED

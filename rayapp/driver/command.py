@@ -38,17 +38,17 @@ from rayapp.jobs.ray_address import address_of
 from rayapp.jobs.results import Result
 from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
-from rayapp.observe.console import Console as PlainConsole
-from rayapp.observe.events import Journal
+from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.gauges import tell_end
 from rayapp.observe.hooks import Hooks
-from rayapp.observe.origin import submission_id
-from rayapp.observe.records import MetricsLine, RunResult, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.plain import Console as PlainConsole
+from rayapp.observe.records import RunResult, Summary
 from rayapp.observe.result import RunFailed, result_of, stays
 from rayapp.observe.run_folder import ASKED, DONE, FAILED, RESULT, STOPPED
 from rayapp.observe.status import read_result
 from rayapp.storage import Storage, StorageError
-from rayapp.train.spec import AnySpec, Beside
+from rayapp.train.spec import AnySpec, BackgroundWork
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Kind:
 
     Raises ConfigError: they cannot do what is asked.
     """
-    prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, Beside | None]]
+    prepare: Callable[[Any, bool, Console, Phases], tuple[AnySpec, BackgroundWork | None]]
     """(CheckedRun, whether workers have GPUs, console, phases): prepare the rows, `describe` the
     run, print the plan, and return the spec, and what goes on beside the training."""
     after_failure: AfterFailure = lambda spec, ended: None

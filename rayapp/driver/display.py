@@ -6,6 +6,9 @@ LINE_EVERY_S seconds, and one for the last step.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -19,10 +22,10 @@ from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.figures import label, shown, text
-from rayapp.observe.records import HeldOut, MetricsLine, RunResult, TaskResult, figure
+from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
+from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, REPORT
-from rayapp.observe.task_scores import HEAD, SHOWN, answers, rows
-from rayapp.observe.words import clock
+from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -106,7 +109,7 @@ class ProgressBar:
 
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
-    names = ("loss_per_byte", "own_loss", unit_of(line).per_s, "eval_loss", "eval_top1")
+    names = ("loss_per_byte", *own_figures(line), unit_of(line).per_s, "eval_loss", "eval_top1")
     return _with_metrics(line, ("loss", *_known(line, names)), "  ")
 
 
@@ -132,15 +135,15 @@ def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in HEAD:
+    for head in TASK_HEAD:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
-    for row in rows(results):
+    for row in task_rows(results):
         table.add_row(*map(Text, row))
     console.print(table)
-    for _, _, answered in answers(results):
+    for _, _, answered in task_answers(results):
         for item in answered[:MOST_ITEMS]:
-            for what, said in zip(SHOWN, item, strict=True):
+            for what, said in zip(TASK_SHOWN, item, strict=True):
                 text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
@@ -186,16 +189,19 @@ def result(console: Console, result: RunResult) -> None:
 def next_steps(result: RunResult) -> list[str]:
     """Return what a user does with a run that is done: read its report, use its model.
 
-    >>> next_steps({"status": "done", "run": "runs/a", "model_path": "runs/a/model", "tokens": 9})
-    ['next: open runs/a/report.html', '      rayapp generate runs/a']
+    >>> next_steps({"status": "done", "run": "runs/a"})
+    ['next: open runs/a/report.html']
     """
     if result["status"] != DONE:
         return []
     run = result["run"]
     page = f"{run}/{REPORT}"
     lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
-    if result.get("model_path") and unit_of(result) == TOKENS:
-        lines.append(f"      rayapp generate {run}")
+    if (path := result.get("model_path")) and unit_of(result) == TOKENS:
+        command = "rayapp" if shutil.which("rayapp") else f"{sys.executable} -m rayapp"
+        lines.append(f"      {command} generate {run}")
+        if os.path.exists(f"{path}/adapter_config.json"):
+            lines.append(f"      {command} merge {run}    # one model of the adapter and its base")
     return lines
 
 

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 
 from rayapp.config import ConfigError
 from rayapp.driver.fence import Fenced
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
@@ -241,7 +241,7 @@ def _read(run: Storage) -> Holder | None:
     """
     unknown = Holder(id="", host="an unknown machine", pid=0, process=None, machine=[])
     try:
-        holder = run_files.read(run, LEASE, Holder)
-    except run_files.DamagedFile:
+        holder = run_folder.read(run, LEASE, Holder)
+    except run_folder.DamagedFile:
         return unknown
     return None if holder is None else {**unknown, **holder}

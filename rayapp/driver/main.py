@@ -12,9 +12,8 @@ from typing import Any
 from rayapp.config import ConfigError, RunConfig, arguments, help
 from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
-from rayapp.observe.console import Console
-from rayapp.observe.origin import submission_id
-from rayapp.observe.plain import plain_output
+from rayapp.observe.events import submission_id
+from rayapp.observe.plain import Console, plain_output
 from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit
 from rayapp.storage import StorageError
 

@@ -18,16 +18,14 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias
 
-import numpy as np
-
 from rayapp.observe import goodput, trackers
 from rayapp.observe.columns import Follower
-from rayapp.observe.gauges import CheckpointInterval, Driver
+from rayapp.observe.gauges import Driver, checkpoint_every_s
 from rayapp.observe.hooks import Hooks
-from rayapp.observe.records import MetricsLine, Sample, Summary
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import CHECKPOINTS, FAILED
-from rayapp.observe.status import cost_at_end_usd, left_s, planned_step_s
+from rayapp.observe.metrics import MetricsLine, Sample
+from rayapp.observe.records import Summary
+from rayapp.observe.run_folder import CHECKPOINTS, FAILED, DamagedFile
+from rayapp.observe.status import left_s, planned_step_s
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
@@ -129,13 +127,11 @@ class Observer:
     """Follow a run, from the start of its first attempt to the end of the command."""
 
     def __init__(self, spec: AnySpec, run: Storage, hooks: Hooks | None = None) -> None:
-        self._run, self._started = run, time.time()
+        self._spec, self._run, self._started = spec, run, time.time()
         self._hooks = hooks or Hooks([])
         self._num_steps = spec.order.num_steps
         self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
-        every = spec.config.checkpoint
-        self._checkpoint_interval = CheckpointInterval(every.every_s, every.every_steps)
         self._lines = Follower(run)
         self._looked = False
         self._trackers = [
@@ -185,8 +181,6 @@ class Observer:
             self._hooks.follow(len(steps), self._lines.lines)
         else:
             self._hooks.update(len(steps), kept)
-        for step_s in np.nan_to_num(steps["step_s"][kept:]):
-            self._checkpoint_interval.saw(float(step_s))
         if kept < before or len(steps) > kept:
             for tracker in self._trackers:
                 tracker.update(len(steps), kept)
@@ -197,14 +191,17 @@ class Observer:
         if newest is not None:
             self._hooks.checkpoint(newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}")
         sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
+        saving = self._spec.config.checkpoint
         self._driver.set(
             sums,
             steps.last["time"] if steps.last else None,
             None if newest is None else (newest.step, newest.at_s),
-            checkpoint_every_s=self._checkpoint_interval.checkpoint_every_s(),
+            checkpoint_every_s=checkpoint_every_s(
+                saving.every_s, saving.every_steps, steps["step_s"]
+            ),
             planned_step_s=self._planned_step_s,
             calibrated_step_s=fitted.step_s if (fitted := calibrate(steps)) else None,
-            cost_at_end_usd=cost_at_end_usd(sums, left_s(steps, self._num_steps)),
+            cost_at_end_usd=sums.cost_after(left_s(steps, self._num_steps)),
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)

@@ -24,9 +24,9 @@ from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.text import Text
 
 from rayapp.jobs.package import LOOKS_SECRET
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempts
+from rayapp.observe.attempts import tracebacks
 from rayapp.observe.clock import CLOCK, Clock
-from rayapp.observe.ending import tracebacks
 from rayapp.observe.events import Journal
 from rayapp.observe.plain import Through, plain_text
 from rayapp.observe.result import RunFailed
@@ -181,7 +181,7 @@ class AttemptLogs:
         now = self._clock.monotonic()
         every_s = STORE_EVERY_S if self._run.local_path() else STORE_EVERY_S3_S
         if now - self._stored_at >= every_s and self._tail.added > self._stored:
-            self._store(attempt_logs.GOES_ON)
+            self._store(attempts.GOES_ON)
 
     def end_attempt(self, ending: str) -> None:
         """Store the log of this attempt and begin that of the next."""
@@ -195,19 +195,19 @@ class AttemptLogs:
         try:
             return self._store(ending)
         except RunFailed as error:  # the lease is lost: the folder is another driver's
-            logger.warning("%s is not stored: %s", attempt_logs.name_of(self.number), error)
+            logger.warning("%s is not stored: %s", attempts.log_name(self.number), error)
             return None
 
     def _store(self, ending: str) -> str | None:
-        name, now = attempt_logs.name_of(self.number), self._clock.time()
+        name, now = attempts.log_name(self.number), self._clock.time()
         head = f"attempt {self.number} of {self._run.url}, written {moment(now)}"
-        text = attempt_logs.render(head, self._tail.text(), self._errors, ending)
+        text = attempts.render_log(head, self._tail.text(), self._errors, ending)
         self._stored_at, self._stored = self._clock.monotonic(), self._tail.added
         try:
             self._run.write(name, _without_secrets(text).encode(errors="replace"))
-            for number in attempt_logs.numbers(self._run):
+            for number in attempts.logged(self._run):
                 if number <= self.number - KEPT:
-                    self._run.delete(attempt_logs.name_of(number))
+                    self._run.delete(attempts.log_name(number))
         except OSError as error:
             logger.warning("%s is not stored: %s", name, error)
             return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.package import QUIET
-from rayapp.observe.origin import job_config
+from rayapp.observe.events import job_config
 from rayapp.observe.result import RunFailed
 
 DATA_CPUS = 2  # logical CPUs beyond those of the workers, so that Ray Data is never starved

@@ -25,8 +25,7 @@ import re
 from collections import Counter
 
 from rayapp.config.sections import Cluster
-from rayapp.observe.clock import CLOCK, Clock
-from rayapp.observe.ending import (
+from rayapp.observe.attempts import (
     AGAIN,
     FAILURE,
     NETWORK,
@@ -38,6 +37,7 @@ from rayapp.observe.ending import (
     STORAGE,
     Ending,
 )
+from rayapp.observe.clock import CLOCK, Clock
 from rayapp.order import Order
 
 LOOP = 3  # endings of the same kind before the run gets further than ever before

@@ -28,10 +28,11 @@ from rayapp.driver.stop import POLL_S, Stop, StopAsked
 from rayapp.driver.validation import Validator
 from rayapp.observe import metrics
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
+from rayapp.observe.attempts import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.clock import CLOCK, Call, Clock
-from rayapp.observe.ending import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.events import Journal
-from rayapp.observe.records import MetricsLine, Summary
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Summary
 from rayapp.observe.result import RunFailed, failed
 from rayapp.observe.run_folder import (
     CONFIG,
@@ -44,7 +45,7 @@ from rayapp.observe.run_folder import (
 )
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
-from rayapp.train.spec import AnySpec, Beside
+from rayapp.train.spec import AnySpec, BackgroundWork
 
 ANSWER_S = 10.0  # workers that have not done a step are ended so long after a STOP
 S3_POLL_S = 2.0  # between two looks at a run on S3
@@ -106,7 +107,7 @@ def fit(
     console: Console,
     after_failure: AfterFailure,
     make_validator: Callable[[AnySpec, Storage, Callable[[str], None]], Any] = Validator,
-    beside: Beside | None = None,
+    beside: BackgroundWork | None = None,
 ) -> Summary:
     """Train in as many attempts as it takes; return rank 0's summary.
 
@@ -162,7 +163,7 @@ class _Supervisor:
         self.recovery = Recovery(spec.config.cluster, spec.order, self.clock)
         self.bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
         self.validator: Any = None
-        self.beside: Beside | None = None
+        self.beside: BackgroundWork | None = None
 
     def train(self) -> Summary:
         """Make attempts until one is not to be followed by another; return its summary."""

@@ -18,7 +18,7 @@ from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
 from rayapp.data import tokens
-from rayapp.data.rows import step_rows
+from rayapp.data.token_rows import step_rows
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -35,10 +35,10 @@ class Parts:
     optimizers: list[torch.optim.Optimizer]
     source: model.ModelSource
     tokenizer: Any
-    head: Head
+    head: OutputHead
 
 
-class Head:
+class OutputHead:
     """The output layer: returns (objective, loss).
 
     While `whole` it returns the logits of all positions [b, S, V] twice. A loss of the user's that
@@ -104,7 +104,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     config = spec.config
     source = model.resolve(config.model.path)
     tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
-    head = Head(config)
+    head = OutputHead(config)
     assert len(head.columns) == spec.data.columns, "the rows are of another train.loss"
     shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel

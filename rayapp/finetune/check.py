@@ -15,10 +15,12 @@ from typing import Any
 
 from rayapp import model
 from rayapp.config import Config, ConfigError
-from rayapp.data import heads, shapes, sources, templates, tokens
+from rayapp.config.fields import RecordKind
+from rayapp.data import first_records, shapes, sources, templates, tokens
 from rayapp.data.chat import reads
 from rayapp.data.documents import Renderer
-from rayapp.data.tasks import TaskRecords, read_records
+from rayapp.data.kinds import takes_template
+from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
@@ -42,7 +44,7 @@ class Input:
 
     path: str
     weight: float
-    kind: str
+    kind: RecordKind
     source: sources.DataSource
     eval_source: sources.DataSource | None
     """Held-out data of the same kind from data.eval_path."""
@@ -194,11 +196,8 @@ def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) 
     )
 
 
-def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
-    """Check every source; give data.eval_path to the first source of the same kind.
-
-    `names` are the columns whose numbers train.loss takes.
-    """
+def _inputs(config: Config, values: tuple[str, ...], problems: list[str]) -> tuple[Input, ...]:
+    """Check every source; give data.eval_path to the first source of the same kind."""
     field = "data.mixture" if config.data.mixture else "data.path"
     unknown = [name for name in config.data.columns if name not in shapes.NAMES]
     if unknown:
@@ -208,19 +207,20 @@ def _inputs(config: Config, names: tuple[str, ...], problems: list[str]) -> tupl
         )
     inputs = []
     for path, weight in config.data.weights.items():
-        source, head = _source(config, path, field, names, problems)
-        if source is not None:
-            inputs.append(Input(path, weight, head.kind, source, None, head.unused, names))
+        if found := _source(config, path, field, values, problems):
+            source, first = found
+            inputs.append(Input(path, weight, first.kind, source, None, first.unused, values))
     if config.data.eval_path is None:
         return tuple(inputs)
-    eval_source, head = _source(config, config.data.eval_path, "data.eval_path", names, problems)
-    if eval_source is None or len(inputs) < len(config.data.weights):
+    found = _source(config, config.data.eval_path, "data.eval_path", values, problems)
+    if found is None or len(inputs) < len(config.data.weights):
         return tuple(inputs)
-    owner = next((number for number, entry in enumerate(inputs) if entry.kind == head.kind), None)
+    eval_source, first = found
+    owner = next((number for number, entry in enumerate(inputs) if entry.kind == first.kind), None)
     if owner is None:
         problems.append(
-            f"data.eval_path={config.data.eval_path} is of another kind: it holds {head.kind}, but "
-            f"{inputs[0].path} holds {inputs[0].kind}. Give held-out data of the same kind"
+            f"data.eval_path={config.data.eval_path} is of another kind: it holds {first.kind}, "
+            f"but {inputs[0].path} holds {inputs[0].kind}. Give held-out data of the same kind"
         )
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
@@ -244,21 +244,21 @@ def _without_read(entry: Input, template: str) -> Input:
 
 
 def _source(
-    config: Config, path: str, field: str, names: tuple[str, ...], problems: list[str]
-) -> tuple[sources.DataSource | None, heads.SourceHead]:
+    config: Config, path: str, field: str, values: tuple[str, ...], problems: list[str]
+) -> tuple[sources.DataSource, first_records.Inspected] | None:
     data = config.data
     try:
         source = sources.find(path, data.format)
-        head = heads.inspect(path, source, data.kind, data.bad_rows, data.columns, names)
-        problems += [line.replace("data.path=", f"{field}=", 1) for line in head.problems]
-        return source, head
+        found = first_records.inspect(path, source, data.kind, data.bad_rows, data.columns, values)
+        problems += [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
+        return source, found
     except (sources.SourceError, StorageError) as error:
         problems.append(checks.source_problem(error, path, field))
-        return None, heads.SourceHead(data.kind, (), [])
+        return None
 
 
 def _model(
-    config: Config, kinds: set[str], problems: list[str]
+    config: Config, kinds: set[RecordKind], problems: list[str]
 ) -> tuple[Config, model.ModelSource | None, Any]:
     """Return the config with the settings of the model's adapter, the model and its tokenizer."""
     path, scratch = config.model.path, config.model.from_scratch
@@ -288,7 +288,7 @@ def _model(
 
 
 def _tokenizer(
-    config: Config, base: model.ModelSource, kinds: set[str], problems: list[str]
+    config: Config, base: model.ModelSource, kinds: set[RecordKind], problems: list[str]
 ) -> Any:
     """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
     limit: Any = getattr(base.config.get_text_config(), "max_position_embeddings", None)
@@ -319,11 +319,12 @@ def _tokenizer(
         problems.append(problem)
     found = tokenizer.chat_template  # a text, or several by name
     default = found.get("default") if isinstance(found, dict) else found
-    if "chat" in kinds and not default and not config.data.chat_template:
+    templated = next(filter(takes_template, kinds), None)
+    if templated and not default and not config.data.chat_template:
         which = f" named default (but {', '.join(found)})" if found else ""
         problems.append(
-            f"data.kind=chat is without a template: {name} has no chat_template{which}. Set "
-            "model.tokenizer to one that has one, data.chat_template, or data.kind=prompt if the "
+            f"data.kind={templated} is without a template: {name} has no chat_template{which}. Set "
+            "data.chat_template=chatml, model.tokenizer to another, or data.kind=prompt if the "
             "records can be prompts"
         )
     return tokenizer

@@ -17,6 +17,7 @@ import numpy as np
 from transformers import GenerationConfig, PretrainedConfig
 
 from rayapp.config import Config
+from rayapp.data.kinds import takes_template
 from rayapp.data.packing import IGNORE
 from rayapp.data.prepared import Prepared
 from rayapp.model import ModelSource
@@ -127,7 +128,7 @@ def described(ends: Ends, config: Config, tokenizer: Any, stops: Iterable[int] =
         return lines
     where = f"model.tokenizer={config.model.tokenizer or config.model.path}"
     cure = "eos_token in its tokenizer_config.json"
-    if config.data.kind not in ("text", "prompt"):
+    if config.data.kind == "auto" or takes_template(config.data.kind):
         template = config.data.chat_template
         where = where if template is None else f"data.chat_template={template}"
         cure = "data.chat_template to a file whose turns end in one, such as {{ eos_token }}, or "

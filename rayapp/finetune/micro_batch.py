@@ -18,7 +18,7 @@ from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.driver import placement
 from rayapp.hardware import GIB
-from rayapp.observe.ending import causes
+from rayapp.observe.attempts import causes
 from rayapp.observe.records import Summary
 from rayapp.observe.status import read_sections
 from rayapp.storage import Storage

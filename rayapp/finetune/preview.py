@@ -3,7 +3,7 @@
     for found in preview(check(config, None, 0)):
         found.lengths, found.share_of_loss, runs(found.tokenizer, found.documents[0])
 
-Of each source the heads of a few files are read, as the check reads them; nothing is written.
+The first records of a few files of each source are read, as in the check; nothing is written.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rayapp.data import heads, shapes, tokens
+from rayapp.config.fields import RecordKind
+from rayapp.data import first_records, shapes, tokens
 from rayapp.data.documents import Renderer
+from rayapp.data.kinds import messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
-from rayapp.data.problems import problem_of
 from rayapp.data.sources import Record, place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of
@@ -35,13 +36,13 @@ class Preview:
     """What the head of one source becomes."""
 
     path: str
-    kind: str
+    kind: RecordKind
     format: str
     records: int
     bad: dict[str, int]  # unusable records by reason
     examples: dict[str, str]  # place of the first record of each reason
     notes: dict[str, int]  # documents that lack something of their record, by what
-    unused: tuple[str, ...]  # as in SourceHead
+    unused: tuple[str, ...]  # as in Inspected
     documents: list[Document]
     ends: list[str]
     """What ends the answers."""
@@ -122,14 +123,14 @@ def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
 
 
 def system_of(ready: CheckedLanguageRun) -> str:
-    """Return the system's message with which all chats in the sources' heads begin; else ""."""
+    """Return the system's message with which the first chats of all sources begin; else ""."""
     found = set()
     for entry in ready.inputs:
-        for record in heads.records(entry.source)[0]:
+        for record in first_records.records(entry.source)[0]:
             value = shapes.standardised(record, entry.kind, ready.config.data.columns).value
-            if entry.kind == "chat" and problem_of(value, "chat") is None:
-                first = value["messages"][0]
-                found.add(said_by(first) if first["role"] == "system" else "")
+            if problem_of(value, entry.kind) is None:
+                for first in messages_of(value, entry.kind)[:1]:
+                    found.add(said_by(first) if first["role"] == "system" else "")
     return found.pop() if len(found) == 1 else ""
 
 
@@ -137,7 +138,7 @@ def _rendered(
     ready: CheckedLanguageRun, entry: Input, tokenizer: Any
 ) -> Iterator[tuple[Record, Document | None, str | None]]:
     """Yield the first records of a source, each with its document and a note, or its problem."""
-    data, (records, _) = ready.config.data, heads.records(entry.source)
+    data, (records, _) = ready.config.data, first_records.records(entry.source)
     how = (ready.template, data.reasoning, data.special_tokens, entry.source.is_table)
     renderer = Renderer(tokenizer, entry.kind, *how)
     for record in records:
@@ -214,6 +215,6 @@ def made_tokenizer(ready: CheckedLanguageRun, name: str, sample_bytes: int) -> A
         text
         for entry in ready.inputs
         for size in [int(sample_bytes * entry.weight / weights)]
-        for text in heads.sample_texts(entry.source, entry.kind, size, columns)
+        for text in first_records.sample_texts(entry.source, entry.kind, size, columns)
     )
     return tokens.train_bpe(texts, int(name.partition(":")[2]))

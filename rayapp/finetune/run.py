@@ -8,7 +8,7 @@ from __future__ import annotations
 from rayapp.driver import command
 from rayapp.finetune.check import check, settle
 from rayapp.finetune.micro_batch import after_failure
-from rayapp.finetune.prepare import prepare
+from rayapp.finetune.prepared_run import prepare
 from rayapp.observe.result import RunFailed
 
 __all__ = ["RunFailed", "finetune"]

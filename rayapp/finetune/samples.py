@@ -23,9 +23,9 @@ from transformers import GenerationConfig, LogitsProcessor
 from rayapp import model
 from rayapp.data.tokens import prompt_ids
 from rayapp.finetune.build import Parts
-from rayapp.observe.records import Sample
+from rayapp.observe.metrics import Sample
 from rayapp.train.loop import Interrupted
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 
 AT_EVALUATION, AT_END = 32, 64  # tokens of a sample
 TEMPERATURE = 0.8  # of drawn tokens
@@ -42,7 +42,7 @@ def continued(
     system: str = "",
     stops: Collection[int] = (),
     seed: int | None = None,
-    leave: Callable[[], int] = lambda: STAY,
+    leave: Callable[[], int] = lambda: CONTINUE,
     room: int = 4096,
 ) -> list[Sample]:
     """Continue each prompt by up to `num_tokens`; with `chat` it is what a user says to `system`.
@@ -65,7 +65,7 @@ def generated(
     *,
     stops: Collection[int] = (),
     seed: int | None = None,
-    leave: Callable[[], int] = lambda: STAY,
+    leave: Callable[[], int] = lambda: CONTINUE,
     room: int = 4096,
 ) -> list[str]:
     """Return the text behind each prompt: the likeliest tokens, or with a seed drawn ones.
@@ -74,7 +74,7 @@ def generated(
     `room` is the most tokens of a forward pass of several prompts.
 
     Raises:
-        Interrupted: `leave`, which all ranks call before each token, does not answer STAY.
+        Interrupted: `leave`, which all ranks call before each token, does not answer CONTINUE.
     """
     lm = parts.lm
     limit = getattr(lm.hf.config.get_text_config(), "max_position_embeddings", None) or 2**30

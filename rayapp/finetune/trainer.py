@@ -18,10 +18,12 @@ from transformers import GenerationConfig
 
 from rayapp import model
 from rayapp.config import Config
+from rayapp.config.fields import TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
-from rayapp.data.rows import StepRows, sequential_batches
+from rayapp.data.kinds import takes_template
+from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.build import (
-    Head,
+    OutputHead,
     Parts,
     compile_gain,
     compute_dtype,
@@ -31,11 +33,12 @@ from rayapp.finetune.build import (
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
-from rayapp.finetune.tasks import compared, score_tasks
+from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import TokenRecord
-from rayapp.observe.records import HeldOut, Outcome, Sample
+from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
+from rayapp.observe.records import FinalFigures
 from rayapp.observe.run_folder import ADAPTER, MODEL
+from rayapp.order import StepCounts
 from rayapp.planner.flops import model_flops
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.storage import Storage, open_storage
@@ -46,7 +49,7 @@ from rayapp.train.loss import IGNORE
 from rayapp.train.model_reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 from rayapp.train.trainer import Trainer, peak_flops
 from rayapp.train.waiting import leave_now
 
@@ -84,7 +87,7 @@ class LanguageTrainer(Trainer):
         """Return the number of tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
-    def warm_up(self) -> Outcome:
+    def warm_up(self) -> FinalFigures:
         """Check that packing works for this model; compile if asked to, and return the gain.
 
         Raises: Unavailable if documents of a row would see one another.
@@ -126,7 +129,7 @@ class LanguageTrainer(Trainer):
             control,
             rows_per_epoch=spec.data.epoch_rows,
             take_sums=self.parts.lm.take_sums,
-            take_counts=self.parts.lm.routing.take,
+            take_expert_tokens=self.parts.lm.routing.take,
             by_source=bool(names),
             may_wait=lambda batch: spec.order.more and batch.ends_block,
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
@@ -180,18 +183,18 @@ class LanguageTrainer(Trainer):
             self.device,
             engine.control,
             num_tokens,
-            chat=config.data.kind == "chat",
+            chat=takes_template(config.data.kind),
             system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
-            leave=lambda: leave_now(engine) if engine.interruptible else STAY,
+            leave=lambda: leave_now(engine) if engine.interruptible else CONTINUE,
             room=config.micro_batch * config.data.seq_len,
         )
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
         """Evaluate the model, sample the prompts and export it; return what the summary says."""
         config, parts = self.spec.config, self.parts
-        outcome: Outcome = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
+        outcome: FinalFigures = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
         if engine.evaluate is not None:
             outcome = {**outcome, **engine.evaluate(self.spec.order.num_steps)}
         if self.spec.tasks and dist.get_rank() == 0:
@@ -217,29 +220,27 @@ def token_record(
     mfu: Callable[[int, int, float], float | None],
     names: Sequence[str],
     facts: dict[str, Any],
-    sums: tuple[int, ...],
+    counts: StepCounts,
     losses: Sums,
     busy_s: float,
-) -> TokenRecord:
-    """Make a step's record from the loop's fields and the batch's sums (see `StepRows.sums`).
+) -> MetricsLine:
+    """Make a step's line from the loop's fields and the counts of the batch.
 
-    `names` are those of the sources, if there are several. `busy_s` is the step's seconds without
-    checkpoint stalls and evaluation.
+    `names` are the names of the sources, if there are several. `busy_s` is the step's seconds
+    without checkpoint stalls and evaluation.
     """
-    targets, tokens, pairs, target_bytes, *of_sources = sums
+    figures: dict[str, object] = {
+        "loss_per_byte": losses.loss / counts.target_bytes if counts.target_bytes else None,
+        "tokens": counts.targets,
+        "tokens_per_s": counts.tokens / busy_s,
+        "tokens_per_s_per_gpu": counts.tokens / busy_s / facts["workers"],
+        "mfu": mfu(counts.tokens, counts.attended_pairs, busy_s),
+    }
     if names:
-        facts = facts | {
-            "loss_by_source": per_token(names, losses.by_source, of_sources),
-            "tokens_by_source": dict(zip(names, of_sources, strict=True)),
-        }
-    return TokenRecord(
-        **facts,
-        loss_per_byte=losses.loss / target_bytes if target_bytes else None,
-        tokens=targets,
-        tokens_per_s=tokens / busy_s,
-        tokens_per_s_per_gpu=tokens / busy_s / facts["workers"],
-        mfu=mfu(tokens, pairs, busy_s),
-    )
+        of_sources = counts.targets_by_source
+        figures["loss_by_source"] = per_token(names, losses.by_source, of_sources)
+        figures["tokens_by_source"] = dict(zip(names, of_sources, strict=True))
+    return line_of(TOKENS, facts, figures)
 
 
 def per_token(
@@ -251,7 +252,7 @@ def per_token(
 
 
 def held_out_losses(
-    engine: Engine, batches: Iterable[StepRows], head: Head, names: Sequence[str] = ()
+    engine: Engine, batches: Iterable[StepRows], head: OutputHead, names: Sequence[str] = ()
 ) -> HeldOut:
     """Return the held-out loss in nats per token and per byte, over all ranks' batches.
 
@@ -260,38 +261,43 @@ def held_out_losses(
     holds the loss of each.
     """
 
-    def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
-        targets, target_bytes = (batch.labels[i] != IGNORE).sum(-1), batch.target_bytes[i].sum()
-        sums = [] if head.metric_sums is None else head.metric_sums.tolist()
-        if head.metric_sums is not None:
-            sums += [float(name in head.failed) for name in head.metrics]
-            head.metric_sums.zero_()
+    def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[Any, float]:
+        targets = (batch.labels[i] != IGNORE).sum(-1)
+        sums: dict[Any, float] = {
+            "objective": float(output[0]),
+            "loss": float(output[1]),
+            "targets": float(targets.sum()),
+            "bytes": float(batch.target_bytes[i].sum()),
+        }
         if names:
-            counts = [float(targets[mine].sum()) for mine in batch.of_source()[:, i]]
-            sums = [*output[2].tolist(), *counts, *sums]
-        losses = [each.item() for each in output[:2]]
-        return [*losses, float(targets.sum()), float(target_bytes), *sums]
+            each = zip(names, output[2].tolist(), batch.of_source()[:, i], strict=True)
+            for name, nats, mine in each:
+                sums["nats", name], sums["tokens", name] = nats, float(targets[mine].sum())
+        if head.metric_sums is not None:
+            sums |= dict(zip(head.metrics, head.metric_sums.tolist(), strict=True))
+            sums |= {("failed", name): float(name in head.failed) for name in head.metrics}
+            head.metric_sums.zero_()
+        return sums
 
     if head.metrics:
         head.metric_sums = torch.zeros(len(head.metrics), dtype=torch.float64)
     try:
-        objective, loss, targets, target_bytes, *sums = loop.evaluate(engine, batches, measure)
+        sums = loop.evaluate(engine, batches, measure)
     finally:
         head.metric_sums = None
-    per_byte = loss / target_bytes if target_bytes else None
-    held_out: HeldOut = {"eval_loss": loss / max(targets, 1), "eval_loss_per_byte": per_byte}
+    loss, targets = sums["loss"], max(sums["targets"], 1.0)
+    held_out: HeldOut = {
+        "eval_loss": loss / targets,
+        "eval_loss_per_byte": loss / sums["bytes"] if sums["bytes"] else None,
+    }
     if names:
-        nats, counts, sums = (
-            sums[: len(names)],
-            sums[len(names) : 2 * len(names)],
-            sums[2 * len(names) :],
-        )
+        nats, counts = ([sums[what, name] for name in names] for what in ("nats", "tokens"))
         held_out["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.metrics or head.own:
-        each = zip(head.metrics, sums, sums[len(head.metrics) :], strict=False)
+        kept = [name for name in head.metrics if not sums["failed", name]]
         held_out["eval_metrics"] = {
-            **({head.own: objective / max(targets, 1)} if head.own else {}),
-            **{n.rpartition(":")[2]: value / max(targets, 1) for n, value, bad in each if not bad},
+            **({head.own: sums["objective"] / targets} if head.own else {}),
+            **{name.rpartition(":")[2]: sums[name] / targets for name in kept},
         }
     return held_out
 

@@ -16,8 +16,7 @@ from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Columns
 from rayapp.observe.figures import figures, label, share_of_waiting
 from rayapp.observe.plain import escaped
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import DONE, EXIT_CODES
+from rayapp.observe.run_folder import DONE, EXIT_CODES, DamagedFile
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.chart import svg

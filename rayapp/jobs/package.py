@@ -19,8 +19,8 @@ from pathlib import Path
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import KEY, link_problems, secret_problems
 from rayapp.jobs.secrets import VARIABLE, encode, problems_of
-from rayapp.observe import origin
-from rayapp.observe.origin import redacted
+from rayapp.observe.events import job_variables
+from rayapp.observe.plain import redacted
 
 LIMIT_MIB = 100  # largest upload the dashboard accepts (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # in a job's metadata: the run's folder
@@ -88,7 +88,7 @@ class Submission:
     def runtime_env(self, folder: str) -> dict[str, object]:
         """Return Ray's runtime environment; write the package into `folder`, to be uploaded."""
         options = self.options
-        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **origin.variables(), **options.env}
+        variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **job_variables(), **options.env}
         if options.secrets:
             variables[VARIABLE] = encode(options.secrets)
         env: dict[str, object] = {"env_vars": variables}
@@ -201,7 +201,7 @@ def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) 
     """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
-    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.LOCAL]
+    paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.PATH_FIELDS]
     paths += [("data.mixture", path) for path in tree["data"].get("mixture") or {}]
     tasks = (tree["eval"].get("tasks") or {}).items()
     paths += [(f"eval.tasks.{name}.path", task["path"]) for name, task in tasks]

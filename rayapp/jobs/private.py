@@ -11,7 +11,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from rayapp.observe.origin import TOKEN
+from rayapp.observe.plain import TOKEN
 
 # The files of gitleaks' and gitrob's rules, and those in which tools keep what they log in with.
 PRIVATE = re.compile(

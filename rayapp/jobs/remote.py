@@ -14,7 +14,7 @@ from rayapp.config import ConfigError
 from rayapp.jobs import JobError, JobsClient
 from rayapp.jobs.client import JobInfo, Unreachable, address_of
 from rayapp.jobs.submission import ID, sent
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempts
 from rayapp.observe.goodput import STARTED, read_events
 from rayapp.storage import Storage, StorageError, open_storage
 
@@ -97,9 +97,9 @@ class RemoteJob:
                 cluster, info = self.or_fail()
                 return cluster.logs(info.submission_id)
             except JobError:
-                if not attempt_logs.numbers(self.run):
+                if not attempts.logged(self.run):
                     raise
-        return attempt_logs.read(self.run, attempt, rank)
+        return attempts.read_log(self.run, attempt, rank)
 
     def follow(self, ended: Callable[[], bool]) -> Iterator[str]:
         """Return an iterator of the driver's output until the run ends; see `logs`.
@@ -115,9 +115,9 @@ class RemoteJob:
                 cluster, info = self.or_fail()
                 return cluster.follow(info.submission_id)
             except JobError:
-                if not attempt_logs.numbers(self.run):
+                if not attempts.logged(self.run):
                     raise
-        return attempt_logs.follow(self.run, ended)
+        return attempts.follow_log(self.run, ended)
 
     def ask_to_stop(self) -> bool:
         """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.

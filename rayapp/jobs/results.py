@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig, from_dict, parse_yaml
+from rayapp.config.fields import IMAGES, TOKENS
 from rayapp.observe import metrics
 from rayapp.observe.columns import Follower
-from rayapp.observe.metrics import ImageRecord, TokenRecord
+from rayapp.observe.metrics import MetricsLine, columns_of
 from rayapp.observe.plain import escaped
-from rayapp.observe.records import MetricsLine
 from rayapp.observe.run_folder import CHECKPOINTS, CONFIG, EXIT_CODES
 from rayapp.observe.status import read_asked, read_result, read_sections
 from rayapp.storage import Storage, open_storage
@@ -167,8 +167,8 @@ def dataframe_of(run: Storage) -> pandas.DataFrame:
     if lines:
         return pandas.DataFrame(lines)
     task: object = (read_sections(run) or {}).get("task")
-    kind = ImageRecord if task == "vision" else TokenRecord
-    return pandas.DataFrame(columns=[field.name for field in fields(kind)], dtype=float)
+    columns = columns_of(IMAGES if task == "vision" else TOKENS)
+    return pandas.DataFrame(columns=columns, dtype=float)
 
 
 def result_of(run: Storage) -> Result | None:

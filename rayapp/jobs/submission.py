@@ -20,8 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from rayapp.config import ConfigError, RunConfig, from_dict, load
 from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import EVENTS, SUBMISSION
+from rayapp.observe.run_folder import EVENTS, SUBMISSION, DamagedFile
 from rayapp.observe.status import NoRun, read
 from rayapp.observe.words import number_of_bytes
 from rayapp.storage import Storage, StorageError, open_storage

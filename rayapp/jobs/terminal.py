@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rayapp.observe.columns import Columns
-from rayapp.observe.console import Console
 from rayapp.observe.figures import by_source, figures, share_of_waiting
+from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 from rayapp.report.chart import means

@@ -27,7 +27,7 @@ from transformers import (
 
 from rayapp.model.by_document import by_document, with_dropout
 from rayapp.model.sinks import flash_with_sinks, grouped_queries
-from rayapp.model.windows import hands_on_windows
+from rayapp.model.sliding_windows import hands_on_windows
 
 
 class Unavailable(ValueError):

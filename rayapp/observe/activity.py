@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from rayapp.observe import run_files
-from rayapp.observe.run_files import UnixTime
-from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
+from rayapp.observe import run_folder
+from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY, UnixTime
 from rayapp.observe.words import clock, number_of_bytes
 from rayapp.storage import Storage
 
@@ -159,7 +158,7 @@ def of_workers(run: Storage, driver: Activity) -> Activity:
 
 def _read(run: Storage, name: str) -> Activity | None:
     try:
-        return run_files.read(run, name, Activity)
-    except run_files.DamagedFile as error:  # it says only what a live run does
+        return run_folder.read(run, name, Activity)
+    except run_folder.DamagedFile as error:  # it says only what a live run does
         logger.warning("%s", error)
         return None

@@ -8,7 +8,6 @@ follower = Follower(run); kept = follower.poll(); follower.steps; follower.lines
 
 from __future__ import annotations
 
-import io
 import math
 from array import array
 from collections.abc import Iterable, Sequence
@@ -16,9 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rayapp.observe import metrics, segments
-from rayapp.observe.records import MetricsLine, figure
-from rayapp.observe.run_files import MOST
+from rayapp.observe import metrics
+from rayapp.observe.metrics import MetricsLine, figure
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -26,11 +24,9 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
 ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
-FEW_BYTES = 2**18  # of so many, Python reads the lines in less time than pyarrow is imported
 # Of a line. The number of an attempt is not enough: if the next attempt cuts its lines and dies
 # before its first step, the one after that has the same number.
 KNOWN_BY = ("attempt", "step", "time")
-BOOLEAN = "skipped"  # all other columns are numbers
 
 
 class Columns:
@@ -52,20 +48,17 @@ class Columns:
         return columns
 
     @classmethod
+    @metrics.read_again
     def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
         """Read a run's metrics.jsonl, block by block; an unfinished last line is left out.
 
         Raises:
             StorageError: it cannot be read.
         """
-
-        def reading() -> Columns:
-            columns = cls(names)
-            for start, data in segments.blocks(storage):
-                columns.extend(data, start, storage)
-            return columns
-
-        return segments.uncut(reading)
+        columns = cls(names)
+        for start, data in metrics.blocks(storage):
+            columns.extend(data, start, storage)
+        return columns
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -83,47 +76,8 @@ class Columns:
         Lines that are not readable are left out, and the log names them.
         """
         data = data[: data.rfind(b"\n") + 1]
-        if len(data) <= FEW_BYTES or not self._extend_at_once(data, start):
-            for end, line in metrics.lines_of(data, start, storage, len(self)):
-                self._add(line, end)
-
-    def _extend_at_once(self, data: bytes, start: int) -> bool:
-        """Append lines by pyarrow; False if there is one that it cannot read."""
-        import pyarrow as pa
-        import pyarrow.json as pa_json
-
-        ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + start + 1
-        names = (*self._columns, *metrics.NEEDED)
-        kinds = {name: pa.bool_() if name == BOOLEAN else pa.float64() for name in names}
-        try:
-            table = pa_json.read_json(
-                io.BytesIO(data),
-                pa_json.ReadOptions(block_size=len(data)),
-                pa_json.ParseOptions(
-                    explicit_schema=pa.schema(list(kinds.items())),
-                    unexpected_field_behavior="ignore",
-                ),
-            )
-        except pa.ArrowInvalid:
-            return False
-        newest = data[data.rfind(b"\n", 0, -1) + 1 :]
-        last = metrics.parsed(newest)
-        if last is None or len(table) != len(ends):  # e.g. an empty line
-            return False
-        values = {name: table[name].cast(pa.float64()).to_numpy() for name in kinds}
-        with np.errstate(invalid="ignore"):
-            for name, most in metrics.NEEDED.items():
-                column = values[name]
-                if not ((column >= 0) & (column <= most)).all():
-                    return False
-                if name != "time" and (column != np.floor(column)).any():
-                    return False
-            for name, known in self._columns.items():
-                inside = np.abs(values[name]) <= MOST
-                known.frombytes(np.where(inside, values[name], np.nan).tobytes())
-        self.ends.frombytes(ends.astype(np.int64).tobytes())
-        self.last = last
-        return True
+        for end, line in metrics.lines_of(data, start, storage, len(self)):
+            self._add(line, end)
 
     def _add(self, line: MetricsLine, end: int) -> None:
         for name, column in self._columns.items():
@@ -148,11 +102,11 @@ class Follower:
         Raises:
             StorageError: the file cannot be read.
         """
-        known = len(self.steps)
-        return segments.uncut(lambda: self._poll(known))
+        return self._poll(len(self.steps))
 
+    @metrics.read_again
     def _poll(self, known: int) -> int:
-        parts = segments.parts(self._storage)
+        parts = metrics.parts(self._storage)
         if (parts[-1].end if parts else 0) >= self._end and self._take(parts):
             return known
         return self._again(parts)  # the file was cut back, and may have grown since
@@ -165,13 +119,13 @@ class Follower:
         """
         steps = self.steps
         first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]
-        data = segments.read(self._storage, first, end)
+        data = metrics.read_bytes(self._storage, first, end)
         lines = [line for _, line in metrics.lines_of(data, first, self._storage, start)]
         if _known(Columns.of(lines, KNOWN_BY), 0) != _known(steps, start, stop):
             raise StorageError("read", f"{self._storage.url}/{METRICS}", "it has been cut")
         return lines
 
-    def _again(self, parts: list[segments.Part]) -> int:
+    def _again(self, parts: list[metrics.Part]) -> int:
         before, self.steps = self.steps, Columns(self._names)
         self._end, self._last = 0, b""
         self._take(parts)
@@ -181,10 +135,10 @@ class Follower:
             same &= before[name][:both] == self.steps[name][:both]
         return both if same.all() else int(np.argmin(same))
 
-    def _take(self, parts: list[segments.Part]) -> bool:
+    def _take(self, parts: list[metrics.Part]) -> bool:
         """Take what follows the last line; False if that line is not where it was."""
         held = self._end - len(self._last)
-        for start, data in segments.blocks(self._storage, held, parts):
+        for start, data in metrics.blocks(self._storage, held, parts):
             if start == held and not data.startswith(self._last):
                 return False
             whole = data[: data.rfind(b"\n") + 1]

@@ -1,23 +1,33 @@
-"""Write events.jsonl, the driver's record of commands and attempts (see rayapp.observe.goodput)."""
+"""Write events.jsonl, the driver's record of commands and attempts (see rayapp.observe.goodput).
+
+A command's first event says who began it, from which git commit, what was typed and in which job.
+"""
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
+import shlex
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rayapp import hardware
 from rayapp.config import Place, RunConfig
 from rayapp.observe.activity import WAITING_FOR_ROOM, Activity
+from rayapp.observe.attempts import Ending
 from rayapp.observe.columns import Follower
-from rayapp.observe.ending import Ending
 from rayapp.observe.goodput import (
     ENDED,
     INTERRUPTED,
@@ -28,11 +38,15 @@ from rayapp.observe.goodput import (
     read_events,
     spent,
 )
-from rayapp.observe.origin import origin, redacted, submission_id
-from rayapp.observe.records import Event, EventFields, MetricsLine
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.plain import redacted
+from rayapp.observe.records import Event, EventFields
 from rayapp.observe.run_folder import EVENTS, FAILED, METRICS
 from rayapp.planner.question import named_instance, nodes_of, price_of
 from rayapp.storage import Storage
+
+USER, COMMIT = "RAYAPP_USER", "RAYAPP_COMMIT"
+COMMAND_LENGTH = 4000  # characters of a command line that are kept
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -77,7 +91,7 @@ class Journal:
             {
                 "host": socket.gethostname(),
                 "submission_id": submission_id(),
-                **origin(),
+                **_by(),
                 "seen_until": seen_until,
                 **({"init_from": str(config.origin)} if config.origin else {}),
                 **machines(config, config.cluster.min_workers, self._nodes()),
@@ -181,30 +195,20 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
     The price is the config's, else the on-demand list price in AWS_REGION. Where
     `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
-    if len(config.cluster.choices) > 1:
-        return _machines_of_a_list(config, workers, places)
-    one = named_instance(config)
-    if one is None:
-        return {"nodes": None, "instance": None, "usd_per_hour": None}
-    price = price_of(config, one, _region())
-    nodes = nodes_of(one, workers)
-    return {
-        "nodes": nodes,
-        "instance": one.name,
-        "usd_per_hour": None if price is None else nodes * price,
-    }
-
-
-def _machines_of_a_list(config: RunConfig, workers: int, places: Sequence[Place]) -> EventFields:
-    """Return what `machines` does; all is None if nodes of the list are too few."""
-    names, prices, left = list[str](), list[float | None](), workers
-    for choice, each in zip(config.cluster.choices, config.alternatives(), strict=True):
+    choices, names, prices, left = (
+        config.cluster.choices,
+        list[str](),
+        list[float | None](),
+        workers,
+    )
+    for choice, each in zip(choices, config.alternatives(), strict=False):
         one = named_instance(each)
         assert one is not None
-        nodes = min(list(places).count(choice.place), nodes_of(one, left)) if left > 0 else 0
+        nodes = nodes_of(one, left) if left > 0 else 0
+        nodes = min(list(places).count(choice.place), nodes) if len(choices) > 1 else nodes
         prices += [price_of(each, one, _region())] * nodes
-        names += [str(each.cluster.instance)] if nodes else []
-        left -= nodes * one.gpus if one.gpus else nodes * workers
+        names += [str(each.cluster.instance) if len(choices) > 1 else one.name] if nodes else []
+        left -= nodes * (one.gpus or workers)
     if left > 0:
         return {"nodes": None, "instance": None, "usd_per_hour": None}
     known = [price for price in prices if price is not None]
@@ -218,3 +222,73 @@ def _machines_of_a_list(config: RunConfig, workers: int, places: Sequence[Place]
 def _region() -> str:
     named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return named or hardware.DEFAULT_REGION
+
+
+def _by() -> EventFields:
+    """Return who began this command, from which git commit, and its command line.
+
+    A job has the user and the commit of the machine that submitted it.
+    """
+    return {
+        "user": os.environ.get(USER) or user_name(),
+        "commit": os.environ.get(COMMIT) or git_commit(),
+        "command": redacted(shlex.join(map(str, sys.orig_argv[1:])))[:COMMAND_LENGTH],
+    }
+
+
+def job_variables() -> dict[str, str]:
+    """Return the environment variables that tell a job who submitted it, from which commit."""
+    values = {USER: user_name(), COMMIT: git_commit()}
+    return {name: value for name, value in values.items() if value}
+
+
+def job_config() -> dict[str, Any]:
+    """Return what the Ray job whose driver this process is was submitted with; {} without a job."""
+    return dict(json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"))
+
+
+def submission_id() -> str | None:
+    """Return the submission id of the Ray job whose driver this process is, None without a job."""
+    return (job_config().get("metadata") or {}).get("job_submission_id")
+
+
+def user_name() -> str | None:
+    """Return the name of this process's user, None if it has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return None
+
+
+def git_commit() -> str | None:
+    """Return the commit of the working folder's checkout, `+` behind it if files have changed.
+
+    To compare files, git runs commands that `.git/config` names (fsmonitor, hooks, filters). So
+    it does that with an empty folder in place of `.git`, of which it gets the index and objects.
+    """
+    wanted = ("--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD")
+    try:
+        top, git, shared, commit = _git(os.environ, "rev-parse", *wanted).splitlines()
+        with tempfile.TemporaryDirectory() as empty:
+            if len(commit) > 40:
+                form = "[core]\nrepositoryFormatVersion=1\n[extensions]\nobjectFormat=sha256\n"
+                Path(empty, "config").write_text(form)
+            Path(empty, "HEAD").write_text(commit)
+            Path(empty, "refs").mkdir()
+            own = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+            own |= {"GIT_DIR": empty, "GIT_WORK_TREE": top, "GIT_INDEX_FILE": f"{git}/index"}
+            own |= {"GIT_OBJECT_DIRECTORY": os.path.abspath(f"{shared}/objects")}
+            own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+            what = ("--porcelain", "--untracked-files=no", "--ignore-submodules=all")
+            changed = _git(own, "--no-optional-locks", "status", *what)
+        return commit[:12] + ("+" if changed else "")
+    except (OSError, ValueError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+
+
+def _git(environment: Mapping[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-c", "core.fileMode=false", *arguments],
+        env=environment, capture_output=True, text=True, timeout=10, check=True,
+    )  # fmt: skip
+    return done.stdout.strip()

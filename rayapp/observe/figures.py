@@ -14,7 +14,7 @@ from typing import cast
 from rayapp.config.fields import unit_of
 from rayapp.observe import words
 from rayapp.observe.columns import Columns
-from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe.metrics import MetricsLine, figure, own_figures
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, formed
 
@@ -78,7 +78,7 @@ def figures(now: Progress) -> dict[str, str]:
     """Return {label: text} of a run's progress; `n/a` for what is not known."""
     line: Mapping[str, object] = now.line or {}
     account = now.account
-    own = ["own_loss"] if figure(line, "own_loss") is not None else []
+    own = own_figures(line)
     names = ("loss", *own, unit_of(line).per_s, "mfu", "peak_gib", "workers")
     values = {name: figure(line, name) for name in names} | {
         "goodput": account.goodput.get("step") if account.wall_s else None,

@@ -1,7 +1,7 @@
 """Export metrics of a run to Prometheus while it trains, through Ray's metrics agent on each node.
 
     with Steps("demo", rank=0) as gauges:                    # in a training worker
-        gauges.step(record)
+        gauges.step(line)
     gauges = Driver("demo", num_steps=500, started=...)      # in the driver
     gauges.set(account, ...); gauges.close()
     tell_end("demo", FAILED)                               # at the end of the command
@@ -20,61 +20,33 @@ torchrun none of this is used.
 from __future__ import annotations
 
 import math
-import statistics
 import threading
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rayapp.observe.attempts import FAILURE, PREEMPTION, RESIZE
+from rayapp.observe.columns import Array
+from rayapp.observe.goodput import Account
+from rayapp.observe.metrics import FIELDS, OWN, MetricsLine, figure, figures_of
 from rayapp.observe.run_folder import FAILED
 
 if TYPE_CHECKING:
     from ray.util.metrics import Counter, Gauge
 
-    from rayapp.observe.goodput import Account
-    from rayapp.observe.metrics import StepRecord
-
 PREFIX = "rayapp"
 REPEAT_S = 1.0
+RECENT_STEPS = 32
+RANK = "rank"
 
-# Fields of a StepRecord that rank 0 exports unchanged, if the record has them.
-OF_A_STEP = {
-    "step": "Optimizer steps done",
-    "epoch": "Epochs done",
-    "loss": "Nats per loss-bearing token, or per image, of the last step",
-    "loss_per_byte": "Nats per UTF-8 byte of the last step",
-    "own_loss": "Mean of train.loss over the tokens of the last step",
-    "router_loss": "Load-balancing loss of the experts in the last step, without its weight",
-    "expert_imbalance": "Tokens of the busiest expert over the mean, in the most uneven layer",
-    "eval_loss": "Nats per token or image of the held-out data, when last evaluated",
-    "eval_loss_per_byte": "Nats per UTF-8 byte of the held-out data, when last evaluated",
-    "grad_norm": "Gradient norm before clipping",
-    "lr": "Learning rate",
-    "tokens_per_s": "Input tokens per second of all workers",
-    "tokens_per_s_per_gpu": "Input tokens per second and worker",
-    "images_per_s": "Images per second of all workers",
-    "images_per_s_per_gpu": "Images per second and worker",
-    "eval_top1": "Share of the held-out images that are classified right, 0-1",
-    "eval_top5": "Share of them whose class is among the five likeliest, 0-1",
-    "mfu": "Model FLOP/s over the hardware's peak, 0-1",
-    "workers": "Training workers",
-    "attempt": "How many times the run has started its workers",
-}
-OF_A_RANK = {"peak_gib": "Most memory that the rank has held so far"}
+FIGURE = "figure"  # of a loss, by the tag `name`
+# Counted, besides the fields of a step that `records.FIELDS` calls counters.
 COUNTED = {
-    "tokens": "Loss-bearing tokens trained on",
-    "images": "Images trained on",
     "skipped_steps": "Steps that left the weights as they were",
     "bad_steps": "Steps whose loss or gradient was not finite",
-    "checkpoint_stall_s": "Seconds that steps were held up by saving",
-    "eval_s": "Seconds of held-out evaluations",
 }
-OF_A_SOURCE = {
-    "loss_by_source": "Nats per loss-bearing token of a source of several, in the last step",
-    "eval_loss_by_source": "Nats per token of its held-out rows, when last evaluated",
-}
-COUNTED_BY_SOURCE = {"tokens_by_source": "Loss-bearing tokens of a source trained on"}
-COUNTED_BY_RANK = {"data_wait_s": "Seconds that the rank has waited for its rows"}
+TRAINED_ON = ("tokens", "images", "tokens_by_source")  # not counted where a step is skipped
 STEP_S_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 OF_THE_DRIVER = {
     "num_steps": "Steps that the run is to do",
@@ -143,16 +115,19 @@ class Steps:
         from ray.util.metrics import Histogram
 
         tags = {"run": run}
-        self._first = rank == 0
+        self._first, self._rank = rank == 0, str(rank)
         self._gauges = _Gauges(tags)
-        self._gauges.add(OF_A_RANK, "rank")
-        self._rank = str(rank)
-        self._counts = _counters(COUNTED_BY_RANK, tags | {"rank": self._rank})
+        self._counts: dict[str, Counter] = {}
+        for name, shown in {**FIELDS, FIGURE: OWN}.items():
+            if not self._first and shown.tag != RANK:
+                continue
+            more = (shown.tag,) if shown.tag else ()
+            if shown.live == "gauge":
+                self._gauges.add({name: shown.text}, *more)
+            elif shown.live == "counter":
+                self._counts |= _counters({name: shown.text}, tags, *more)
         if self._first:
-            self._gauges.add(OF_A_STEP)
-            self._gauges.add(OF_A_SOURCE, "source")
             self._counts |= _counters(COUNTED, tags)
-            self._counts |= _counters(COUNTED_BY_SOURCE, tags, "source")
             self._step_s = Histogram(
                 f"{PREFIX}_step_s",
                 "Wall time of a step, waiting and saving included",
@@ -166,35 +141,29 @@ class Steps:
     def __exit__(self, *_: object) -> None:
         self._gauges.close()
 
-    def step(self, record: StepRecord) -> None:
-        """Export the record of a step."""
-        self._gauges.set({"peak_gib": record.peak_gib}, rank=self._rank)
-        self._count("data_wait_s", record.data_wait_s)
+    def step(self, line: MetricsLine) -> None:
+        """Export the figures of a step."""
+        for field, key, value in figures_of(line):
+            shown = FIELDS.get(field, OWN)
+            if not self._first and shown.tag != RANK:
+                continue
+            tag = self._rank if shown.tag == RANK else key or field
+            tags, name = {shown.tag: tag} if shown.tag else {}, field if field in FIELDS else FIGURE
+            if shown.live == "gauge":
+                self._gauges.set({name: value}, **tags)
+            elif shown.live == "counter" and not (line["skipped"] and field in TRAINED_ON):
+                self._count(name, value, **tags)
         if not self._first:
             return
-        self._gauges.set({name: getattr(record, name, None) for name in OF_A_STEP})
-        for name in ("tokens", "images") if not record.skipped else ():
-            self._count(name, getattr(record, name, 0))
-        self._by_source(record)
-        self._count("skipped_steps", int(record.skipped))
-        self._count("checkpoint_stall_s", record.checkpoint_stall_s)
-        self._count("eval_s", record.eval_s)
-        self._step_s.observe(record.step_s)
-        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+        self._count("skipped_steps", int(line["skipped"]))
+        self._step_s.observe(line["step_s"])
+        if figure(line, "loss") is None or figure(line, "grad_norm") is None:
             self.bad_step()
-
-    def _by_source(self, record: StepRecord) -> None:
-        for name in OF_A_SOURCE:
-            for source, value in (getattr(record, name, None) or {}).items():
-                self._gauges.set({name: value}, source=source)
-        for name in COUNTED_BY_SOURCE if not record.skipped else ():
-            for source, value in (getattr(record, name, None) or {}).items():
-                self._count(name, value, source=source)
 
     def bad_step(self) -> None:
         """Count a step that is not finite on rank 0; the worker calls it for one that ends a run.
 
-        That step has no record.
+        That step has no line.
         """
         if self._first:
             self._count("bad_steps", 1)
@@ -213,10 +182,7 @@ class Driver:
         self._gauges.add({"goodput": "Share of wall_s by cause, 0-1"}, "cause")
         self._gauges.add({"interruptions": "Attempts that ended early, by kind"}, "kind")
         self._num_steps, self._started = num_steps, started
-
-    def close(self) -> None:
-        """Stop repeating all gauges."""
-        self._gauges.close()
+        self.close = self._gauges.close
 
     def set(
         self,
@@ -247,11 +213,24 @@ class Driver:
         )
         for cause, share in account.goodput.items():
             self._gauges.set({"goodput": share}, cause=cause)
-        from rayapp.observe.ending import FAILURE, PREEMPTION, RESIZE
-
         kinds = [each["kind"] for each in account.interruptions]
         for kind in (FAILURE, PREEMPTION, RESIZE):
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
+
+
+class PhaseGauge:
+    """Export what the run does, and for how long; the driver has it from its start to its end."""
+
+    def __init__(self, run: str) -> None:
+        self._gauges = _Gauges({"run": run})
+        text = "Seconds that the run has been in its present phase (tokenising, waiting, training)"
+        self._gauges.add({"phase_s": text}, "phase")
+        self.close = self._gauges.close
+
+    def set(self, phase: str, seconds: float) -> None:
+        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
+        self._gauges.forget()
+        self._gauges.set({"phase_s": seconds}, phase=phase)
 
 
 def tell_end(run: str, status: str) -> None:
@@ -266,41 +245,16 @@ def tell_end(run: str, status: str) -> None:
     gauges.close()
 
 
-class PhaseGauge:
-    """Export what the run does, and for how long; the driver has it from its start to its end."""
+def checkpoint_every_s(
+    every_s: float | None, every_steps: int | None, step_s: Array
+) -> float | None:
+    """Return the seconds between checkpoints at the pace of the last RECENT_STEPS steps.
 
-    def __init__(self, run: str) -> None:
-        self._gauges = _Gauges({"run": run})
-        text = "Seconds that the run has been in its present phase (tokenising, waiting, training)"
-        self._gauges.add({"phase_s": text}, "phase")
-
-    def set(self, phase: str, seconds: float) -> None:
-        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
-        self._gauges.forget()
-        self._gauges.set({"phase_s": seconds}, phase=phase)
-
-    def close(self) -> None:
-        """Stop repeating it."""
-        self._gauges.close()
-
-
-class CheckpointInterval:
-    """The seconds between due checkpoints: by time or by steps, whichever comes first."""
-
-    def __init__(self, every_s: float | None, every_steps: int | None) -> None:
-        self._every_s, self._every_steps = every_s, every_steps
-        self._step_s: deque[float] = deque(maxlen=32)
-
-    def saw(self, step_s: float) -> None:
-        """Add the seconds of a step."""
-        self._step_s.append(step_s)
-
-    def checkpoint_every_s(self) -> float | None:
-        """Return the seconds, by the median of the last 32 steps; None if not known yet."""
-        intervals = [] if self._every_s is None else [self._every_s]
-        if self._every_steps is not None and self._step_s:
-            intervals.append(self._every_steps * statistics.median(self._step_s))
-        return min(intervals, default=None)
+    They are due by time or by steps, whichever comes first. None: it is not known yet.
+    """
+    recent = np.nan_to_num(step_s[-RECENT_STEPS:])
+    by_steps = every_steps * float(np.median(recent)) if every_steps and len(recent) else None
+    return min((each for each in (every_s, by_steps) if each is not None), default=None)
 
 
 def _counters(

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.records import Event, Interruption
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import EVENTS
+from rayapp.observe.run_folder import EVENTS, DamagedFile
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
@@ -72,6 +71,12 @@ class Account:
     """Steps that were done and then lost, as no checkpoint held them."""
     interruptions: list[Interruption]
 
+    def cost_after(self, left_s: float | None) -> float | None:
+        """Return the cost in `left_s` more seconds, None if price or pace is not known."""
+        if self.cost_usd is None or self.usd_per_hour is None or left_s is None:
+            return None
+        return self.cost_usd + self.usd_per_hour * left_s / 3600.0
+
 
 def read_events(run: Storage) -> list[Event]:
     """Return a run's events, an empty list without a file; an incomplete last line is ignored.
@@ -79,29 +84,20 @@ def read_events(run: Storage) -> list[Event]:
     Raises:
         DamagedFile: a line is no event.
     """
-    try:
-        data = run.read(EVENTS)
-    except FileNotFoundError:
-        return []
-    events: list[Event] = []
-    whole = [line for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
-    for number, line in enumerate(whole, 1):
-        try:
-            events.append(_event(line, first=number == 1))
-        except ValueError as error:
-            fix = "Delete the file: the run goes on from its checkpoint, without its history"
-            raise DamagedFile(f"{run.url}/{EVENTS}", f"line {number}: {error}", fix) from None
+    fix = "Delete the file: the run goes on from its checkpoint, without its history"
+    events = run_folder.read_lines(run, EVENTS, _event, fix)
+    if events and events[0]["event"] != STARTED:
+        why = f"line 1: event={events[0]['event']!r:.40}: the first event must be {STARTED}"
+        raise DamagedFile(f"{run.url}/{EVENTS}", why, fix)
     return events
 
 
-def _event(line: bytes, first: bool) -> Event:
-    event: Event = run_files.parsed(line, Event)
-    if event["event"] not in REQUIRED or (first and event["event"] != STARTED):
-        expected = f"the first event must be {STARTED}" if first else "it is unknown"
-        raise ValueError(f"event={event['event']!r:.40}: {expected}")
-    for name in REQUIRED[event["event"]]:
-        if name not in event:
-            raise ValueError(f"{name} is missing")
+def _event(line: bytes) -> Event:
+    event: Event = run_folder.parsed(line, Event)
+    if event["event"] not in REQUIRED:
+        raise ValueError(f"event={event['event']!r:.40}: it is unknown")
+    if missing := [name for name in REQUIRED[event["event"]] if name not in event]:
+        raise ValueError(f"{missing[0]} is missing")
     return event
 
 

@@ -16,11 +16,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.code import CodeError, load_code
-from rayapp.observe.records import MetricsLine
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.words import last_line
 
 PART = 500  # lines that are read at once
@@ -82,16 +84,15 @@ def opened(config: RunConfig, run: str) -> list[object]:
 
 
 class Hooks:
-    """Call hooks from a thread."""
+    """Call hooks from a thread, in the order in which it is told what happens."""
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks = hooks
-        self._changed = threading.Condition()
-        self._count = self._done = 0
+        self._todo = SimpleQueue[Callable[[], None] | None]()
+        self._done = self._count = 0  # lines that hooks know, and lines there are
         self._lines: Callable[[int, int], list[MetricsLine]] = lambda start, stop: []
-        self._checkpoint: tuple[int, str] | None = None
-        self._last_checkpoint = 0  # the step of the last checkpoint that hooks know
-        self._result: Mapping[str, Any] | None = None
+        self._checkpoint = 0  # the step of the newest checkpoint
+        self._ended = not hooks
         self._thread = threading.Thread(target=self._work, name="hooks", daemon=True)
         if hooks:
             self._thread.start()
@@ -102,69 +103,52 @@ class Hooks:
 
     def update(self, count: int, kept: int) -> None:
         """Say that there are `count` lines, of which the first `kept` are as before."""
-        with self._changed:
-            self._done, self._count = min(self._done, kept), count
-            self._changed.notify()
+        self._count = count
+        self._todo.put(partial(self._tell, count, kept))
 
     def checkpoint(self, step: int, url: str) -> None:
         """Say which checkpoint is the newest that is committed."""
-        with self._changed:
-            self._checkpoint = (step, url)
-            self._changed.notify()
+        if step != self._checkpoint:
+            self._checkpoint = step
+            self._todo.put(partial(self._call, "on_checkpoint", step, url))
 
     def end(self, result: Mapping[str, Any]) -> None:
         """Tell the result after all else, and wait for that up to CLOSE_S."""
-        if not self._hooks or self._result is not None:
+        if self._ended:
             return
-        with self._changed:
-            self._result = result
-            self._changed.notify()
+        self._ended = True
+        self._todo.put(partial(self._tell, self._count, self._count))
+        self._todo.put(partial(self._call, "on_end", result))
+        self._todo.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("hooks have not ended within %.0f s, and are left", CLOSE_S)
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: (
-                        self._count > self._done
-                        or (
-                            self._checkpoint is not None
-                            and self._checkpoint[0] != self._last_checkpoint
-                        )
-                        or self._result is not None
-                    )
-                )
-                start, stop = self._done, min(self._count, self._done + PART)
-                self._done, checkpoint, result = stop, self._checkpoint, self._result
-            if stop > start:
-                for line in self._read(start, stop):
-                    self._call("on_step", line)
-            elif checkpoint is not None and checkpoint[0] != self._last_checkpoint:
-                self._last_checkpoint = checkpoint[0]
-                self._call("on_checkpoint", *checkpoint)
-            elif result is not None:
-                self._call("on_end", result)
-                return
+        while (call := self._todo.get()) is not None:
+            call()
 
-    def _read(self, start: int, stop: int) -> list[MetricsLine]:
-        try:
-            return self._lines(start, stop)
-        except OSError as error:
-            logger.warning("steps are not told to hooks: %s", error)
-            time.sleep(1.0)
-            with self._changed:
-                self._done = min(self._done, start)
-            return []
+    def _tell(self, count: int, kept: int) -> None:
+        """Tell the lines up to `count`; those that cannot be read are left to what is next."""
+        self._done = min(self._done, kept)
+        while self._done < count:
+            stop = min(count, self._done + PART)
+            try:
+                lines = self._lines(self._done, stop)
+            except OSError as error:
+                logger.warning("steps are not told to hooks: %s", error)
+                if not self._todo.empty():  # these lines may have been cut
+                    return
+                time.sleep(1.0)
+                continue
+            self._done = stop
+            for line in lines:
+                self._call("on_step", line)
 
     def _call(self, method: str, *values: object) -> None:
         for hook in self._hooks:
-            call = getattr(hook, method, None)
-            if call is None:
-                continue
             try:
-                call(*values)
+                getattr(hook, method, lambda *_: None)(*values)
             except Exception as error:  # the user's code may raise anything: training goes on
                 name = type(hook).__name__
                 logger.warning("%s.%s failed: %s", name, method, last_line(error), exc_info=error)

@@ -1,145 +1,215 @@
-"""Write and read metrics.jsonl, which has one JSON line for each step.
+"""Describe each field of a line of metrics.jsonl once, and read the file.
 
-    log = MetricsLog(storage, first_step=resumed_at)
-    log.write(TokenRecord(step=1, loss=..., ...)); log.close()
+    lines = read(run)                          # of a long run rayapp.observe.columns holds less
+    line = last(run)                           # from the end of the file
+    for start, data in blocks(run): ...        # whole lines
 
-Rank 0 writes `metrics.jsonl` itself, not through Ray. It appends to a local file. On S3 a thread
-writes new lines to segments beside the file (see rayapp.observe.segments), at most every FLUSH_S
-seconds, sooner only for a checkpoint that waits for its step; `close` makes one file of them. While
-S3 fails, training goes on and the lines wait. A resume drops the lines after the resumed step, so
-that each step is there once.
+On S3 the file is in parts while it grows (see rayapp.observe.metrics_log): what follows it is in
+`metrics/<first byte>.jsonl`. Every reader reads the parts too, skips a part that begins before the
+end of what precedes it, and reads again where an attempt that begins has cut the file meanwhile.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
-import os
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import (
+    Annotated,
+    Literal,
+    ParamSpec,
+    Required,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, ValidationError, with_config
+from typing_extensions import TypedDict
 
-from rayapp.observe import run_files, segments
-from rayapp.observe.records import MetricsLine, Sample
-from rayapp.observe.run_files import MOST_COUNT, MOST_TIME
-from rayapp.observe.run_folder import METRICS
-from rayapp.storage import Storage, StorageError
+from rayapp.config.fields import IMAGES, TOKENS, Unit
+from rayapp.observe import run_folder
+from rayapp.observe.run_folder import METRICS, METRICS_PARTS, MOST, Count, Number, UnixTime
+from rayapp.storage import Entry, Storage, StorageError
 
-FLUSH_S = 5.0
-# Fields that every line has, and their largest values.
-NEEDED = {"step": MOST_COUNT, "attempt": MOST_COUNT, "time": MOST_TIME}
-STORED_S = 150.0  # longer than the storage retries a request
+BLOCK_BYTES = 8 * 2**20
+FIRST_BYTES = 16 * 2**10  # several lines; of the first block that `backwards` reads
+READINGS = 5  # of a file that is cut back each time; attempts of a run are minutes apart
+NEEDED = ("step", "attempt", "time")  # fields that every line has
 
 logger = logging.getLogger("rayapp.observe.metrics")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+# ---- A line -----------------------------------------------------------------------------------
+
+Maybe: TypeAlias = Number | None
+ByName: TypeAlias = dict[str, Number | None] | None
+Sample: TypeAlias = Annotated[tuple[str, str], Field(strict=False)]
+"""(prompt, the model's continuation); a list of two in JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """The fields that every line of metrics.jsonl has."""
+@dataclass(frozen=True)
+class Shown:
+    """What a field of a line means, and how trackers and Prometheus show it."""
 
-    step: int
-    """Optimizer steps done, from 1."""
-    epoch: float
-    loss: float
-    """Nats per loss-bearing token, or per image, of the global batch."""
-    grad_norm: float
-    lr: float
-    mfu: float | None
-    """Model FLOP/s over the hardware's peak, 0-1; None where no peak is known."""
-    step_s: float
-    """Wall time since the step before, with data wait, checkpoint stall and evaluation."""
-    data_wait_s: float
-    checkpoint_stall_s: float
-    eval_s: float
-    skipped: bool
-    """Whether the weights are unchanged because the step was bad: a spike, or not finite."""
-    peak_gib: float
-    """Most memory that this rank has held so far: of the GPU, else resident."""
-    peak_forward_gib: float
-    """The peak of this step's forward passes; the next two: of its backward passes and update."""
-    peak_backward_gib: float
-    peak_optimizer_gib: float
-    workers: int
-    attempt: int
-    batch_digest: str
-    time: float
-    """Unix time in seconds."""
-    eval_loss: float | None = None
+    text: str
+    group: str = ""
+    """The group of figures that trackers show it in; "": they do not show it."""
+    unit: Unit | None = None
+    """What the runs that have the field count; None: all runs have it."""
+    live: Literal["gauge", "counter", ""] = "gauge"
+    """How it is exported to Prometheus."""
+    tag: str = ""
+    """What tells its figures apart: `rank`, or what the keys of the mapping are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenRecord(StepRecord):
-    """A step of a language model."""
+class StepFields(TypedDict, total=False):
+    """What is known of each step."""
 
-    loss_per_byte: float | None
-    """Nats per UTF-8 byte of the loss-bearing tokens."""
-    tokens: int
-    """Loss-bearing tokens of the global batch."""
-    tokens_per_s: float
-    """Input tokens (no padding) of all workers per second without checkpoint stall and eval."""
-    tokens_per_s_per_gpu: float
-    own_loss: float | None = None
-    """The mean of `train.loss` over the loss-bearing tokens; None without one."""
-    router_loss: float | None = None
-    """The experts' load-balancing loss, without its weight; None if it is not in the objective."""
-    expert_imbalance: float | None = None
-    """The busiest expert's tokens over the mean, in the layer where this is the most; None without
-    experts."""
-    eval_loss_per_byte: float | None = None
-    eval_metrics: dict[str, float | None] | None = None
-    """Means over the held-out tokens of the functions in eval.metrics, by their names."""
-    loss_by_source: dict[str, float | None] | None = None
-    """Of several sources, by their paths: nats per loss-bearing token of the source, None where the
-    step has none of it. The next two: these tokens, and the same loss of its held-out rows."""
-    tokens_by_source: dict[str, int] | None = None
-    eval_loss_by_source: dict[str, float | None] | None = None
-    eval_samples: list[Sample] | None = None
-    """The prompts of eval.prompts with the likeliest tokens after them."""
+    step: Required[Annotated[Count, Shown("Optimizer steps done")]]
+    epoch: Annotated[Number, Shown("Epochs done", "run")]
+    loss: Annotated[Maybe, Shown("Nats per loss-bearing token, or per image", "loss")]
+    grad_norm: Annotated[Maybe, Shown("Gradient norm before clipping", "optimizer")]
+    lr: Annotated[Number, Shown("Learning rate", "optimizer")]
+    mfu: Annotated[Maybe, Shown("Model FLOP/s over the hardware's peak, 0-1", "speed")]
+    step_s: Annotated[Number, Shown("Seconds since the step before, with stalls", "speed", live="")]
+    data_wait_s: Annotated[
+        Number, Shown("Seconds that a rank waits for its rows", "stalls", None, "counter", "rank")
+    ]
+    checkpoint_stall_s: Annotated[
+        Number, Shown("Seconds that saving holds up steps", "stalls", live="counter")
+    ]
+    eval_s: Annotated[Number, Shown("Seconds of held-out evaluations", "stalls", live="counter")]
+    skipped: Annotated[bool, Shown("Whether a bad step left the weights", "optimizer", live="")]
+    peak_gib: Annotated[
+        Number, Shown("Most GPU memory (else RAM) of a rank so far", "memory", tag="rank")
+    ]
+    peak_forward_gib: Annotated[Number, Shown("Peak of the forward passes", "memory", live="")]
+    peak_backward_gib: Annotated[Number, Shown("Peak of the backward passes", "memory", live="")]
+    peak_optimizer_gib: Annotated[Number, Shown("Peak of the update", "memory", live="")]
+    workers: Annotated[Count, Shown("Training workers", "run")]
+    attempt: Required[Annotated[Count, Shown("Starts of workers that did steps", "run")]]
+    batch_digest: Annotated[str, Shown("Digest of all rows of the global batch", live="")]
+    time: Required[Annotated[UnixTime, Shown("Unix seconds at the end of the step", live="")]]
+    loss_per_byte: Annotated[Maybe, Shown("Nats per loss-bearing UTF-8 byte", "loss", TOKENS)]
+    tokens: Annotated[Count, Shown("Loss-bearing tokens trained on", "run", TOKENS, "counter")]
+    tokens_per_s: Annotated[Number, Shown("Input tokens per second, no stalls", "speed", TOKENS)]
+    tokens_per_s_per_gpu: Annotated[Number, Shown("Tokens per second and worker", "speed", TOKENS)]
+    own_loss: Annotated[Maybe, Shown("Mean of train.loss over the tokens", "loss", TOKENS)]
+    router_loss: Annotated[Maybe, Shown("Unweighted balance of the experts", "loss", TOKENS)]
+    expert_imbalance: Annotated[
+        Maybe, Shown("Tokens of the busiest expert over the mean, worst layer", "experts", TOKENS)
+    ]
+    loss_by_source: Annotated[
+        ByName, Shown("Loss by source of a mixture", "loss_by_source", TOKENS, tag="source")
+    ]
+    tokens_by_source: Annotated[
+        dict[str, Count] | None,
+        Shown("Tokens by source", "tokens_by_source", TOKENS, "counter", "source"),
+    ]
+    images: Annotated[Count, Shown("Images trained on", "run", IMAGES, "counter")]
+    images_per_s: Annotated[Number, Shown("Images per second, no stalls", "speed", IMAGES)]
+    images_per_s_per_gpu: Annotated[Number, Shown("Images per second and worker", "speed", IMAGES)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageRecord(StepRecord):
-    """A step of image classification."""
+class HeldOut(TypedDict, total=False):
+    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
 
-    images: int
-    """Images of the global batch."""
-    images_per_s: float
-    """Images of all workers per second without checkpoint stall and eval."""
-    images_per_s_per_gpu: float
-    eval_top1: float | None = None
-    """Share of the held-out images whose class the model finds likeliest, 0-1."""
-    eval_top5: float | None = None
-    """Share of those whose class is among the five likeliest, 0-1."""
+    eval_loss: Annotated[Maybe, Shown("Held-out nats per token or image", "loss")]
+    eval_loss_per_byte: Annotated[Maybe, Shown("Held-out nats per UTF-8 byte", "loss", TOKENS)]
+    eval_metrics: Annotated[ByName, Shown("Means of eval.metrics", "metrics", TOKENS, tag="name")]
+    eval_loss_by_source: Annotated[
+        ByName, Shown("Held-out loss by source", "eval_loss_by_source", TOKENS, tag="source")
+    ]
+    eval_samples: Annotated[
+        list[Sample] | None, Shown("eval.prompts with the likeliest tokens", "", TOKENS, "")
+    ]
+    eval_top1: Annotated[Maybe, Shown("Held-out images classified right, 0-1", "accuracy", IMAGES)]
+    eval_top5: Annotated[Maybe, Shown("Class among the first 5, 0-1", "accuracy", IMAGES)]
 
 
-def read(storage: Storage) -> list[MetricsLine]:
-    """Return the lines of a run's metrics.jsonl, an empty list if there is no such file yet.
+@with_config(ConfigDict(strict=True))
+class MetricsLine(StepFields, HeldOut, total=False):
+    """A line of metrics.jsonl; None: the figure is not finite, or not known.
 
-    Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
-    process that was killed leaves a partial last line.
+    A number that FIELDS lacks is a figure of the loss's own (see `Engine.take_sums`).
     """
 
-    def reading() -> list[MetricsLine]:
-        lines = list[MetricsLine]()
-        for start, data in segments.blocks(storage):
-            lines += [line for _, line in lines_of(data, start, storage, len(lines))]
-        return lines
 
-    return segments.uncut(reading)
+FIELDS: Mapping[str, Shown] = {
+    name: shown
+    for name, hint in get_type_hints(MetricsLine, include_extras=True).items()
+    for shown in getattr(hint, "__metadata__", ()) or get_args(hint)[0].__metadata__
+    if isinstance(shown, Shown)
+}
+OWN_LOSS = "own_loss"
+OWN = Shown("Mean of a figure of the loss over the step", "loss", tag="name")
 
 
-def last(storage: Storage) -> MetricsLine | None:
-    """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
+def columns_of(unit: Unit) -> list[str]:
+    """Return the fields of all lines of a run."""
+    return [name for name, shown in FIELDS.items() if shown.unit in (None, unit)]
 
-    def reading() -> MetricsLine | None:
-        lines = (parsed(text) for _, text in segments.backwards(storage))
-        return next((line for line in lines if line is not None), None)
 
-    return segments.uncut(reading)
+def line_of(unit: Unit, *figures: Mapping[str, object]) -> MetricsLine:
+    """Return a line with all fields of a run, None for those that have no figure."""
+    line: dict[str, object] = dict.fromkeys(columns_of(unit))
+    for each in figures:
+        line |= each
+    return cast(MetricsLine, line)
+
+
+def figure(record: Mapping[str, object], name: str) -> float | None:
+    """Return a number of a record whose name is computed, None if the record lacks it."""
+    value = record.get(name)
+    return value if isinstance(value, int | float) and -MOST <= value <= MOST else None
+
+
+def figures_of(line: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
+    """Yield (field, key, number) of all that is known; the key is "" but in a mapping.
+
+    >>> list(figures_of({"loss": 2.5, "margin": 1.0, "mfu": None, "eval_metrics": {"top": 0.5}}))
+    [('loss', '', 2.5), ('margin', '', 1.0), ('eval_metrics', 'top', 0.5)]
+    """
+    for field, value in line.items():
+        inside: Mapping[str, object] = value if isinstance(value, Mapping) else {"": value}
+        for key in inside:
+            number = figure(inside, key)
+            if number is not None:
+                yield field, key, number
+
+
+def own_figures(line: Mapping[str, object]) -> dict[str, float]:
+    """Return what a loss of the user's tells of a step besides the cross-entropy, by name."""
+    every = figures_of(line)
+    return {f: number for f, key, number in every if not key and (f not in FIELDS or f == OWN_LOSS)}
+
+
+def parsed(text: bytes) -> MetricsLine | None:
+    """Return the line that a text is, with None for what is not of a field's type.
+
+    None: the text is no JSON object, or one of NEEDED is not of its type.
+    """
+    schema = run_folder.schema(MetricsLine)
+    with suppress(ValidationError):  # the fast way
+        return cast(MetricsLine, schema.validate_json(text, extra="allow"))
+    odd = set[object]()
+    try:
+        line = json.loads(text)
+        schema.validate_python(line)
+    except ValidationError as error:
+        odd = {each["loc"][0] for each in error.errors() if each["loc"]}
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not odd.isdisjoint(NEEDED):
+        return None
+    return cast(MetricsLine, line | dict.fromkeys(odd))
 
 
 def lines_of(
@@ -159,182 +229,144 @@ def lines_of(
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
 
 
-def parsed(text: bytes) -> MetricsLine | None:
-    """Return the line that a text is, with None for what is not of a field's type.
+# ---- The file and its parts -------------------------------------------------------------------
 
-    None: the text is no JSON object, or one of NEEDED is not of its type.
+
+class CutBackError(StorageError):
+    """The file has become shorter than it was when its reader looked."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file that holds bytes `start` to `end` of the whole."""
+
+    name: str
+    start: int
+    end: int
+
+
+def parts(storage: Storage) -> list[Part]:
+    """Return the files that make up metrics.jsonl, in order; [] if there are none."""
+    return in_order(storage, entries(storage))
+
+
+def entries(storage: Storage) -> list[Entry]:
+    """Return the files beside metrics.jsonl that hold what follows it."""
+    return [entry for entry in storage.list(METRICS_PARTS) if _start(entry.name) is not None]
+
+
+def in_order(storage: Storage, listed: list[Entry]) -> list[Part]:
+    """Return the parts that belong to the whole.
+
+    `listed` are of before this asks for the size of metrics.jsonl, as `seal` writes it before it
+    deletes the other parts.
     """
-    odd = set[object]()
-    try:
-        line = json.loads(text)
-        run_files.schema(MetricsLine).validate_python(line)
-    except ValidationError as error:
-        odd = {each["loc"][0] for each in error.errors() if each["loc"]}
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or not odd.isdisjoint(NEEDED):
-        return None
-    return cast(MetricsLine, line | dict.fromkeys(odd))
+    whole = storage.size(METRICS)
+    found = [] if whole is None else [Part(METRICS, 0, whole)]
+    for entry in listed:
+        end = found[-1].end if found else 0
+        if _start(entry.name) == end:
+            found.append(Part(entry.name, end, end + entry.size))
+    return found
 
 
-class MetricsLog:
-    """Append step records to metrics.jsonl; of the lines there, keep those up to `first_step`."""
-
-    def __init__(self, storage: Storage, first_step: int) -> None:
-        self.storage = storage
-        newest, end, self._data = _end_of(storage, first_step)
-        self.attempt = newest + 1
-        segments.cut(storage, end)
-        path = storage.local_path(METRICS)
-        self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
-        # `_data` is, of a local file, what waits to be appended, and on S3 the last segment.
-        self._changed, self._last, self._closed = (threading.Event() for _ in range(3))
-        self._newest = self._stored = first_step
-        self._progress, self._hurry, self._awaited = threading.Condition(), threading.Event(), 0
-        self._error: Exception | None = None
-        self._thread = None
-        if path is None:
-            self._segments = segments.Segments(storage)
-            self._thread = threading.Thread(target=self._flush, name="metrics", daemon=True)
-            self._thread.start()
-
-    def write(self, record: StepRecord) -> None:
-        """Append one record; if the disk is full, it waits for the next call or for `close`."""
-        line = (json.dumps(_finite(asdict(record)), allow_nan=False) + "\n").encode()
-        self._data += line
-        self._newest = record.step
-        if self._file is None:
-            if record.step == self._awaited:
-                self._hurry.set()
-            self._changed.set()
-            return
-        waited = len(self._data) > len(line)
-        try:
-            self._append()
-            self._have_stored(record.step)
-        except StorageError as error:
-            if not waited:  # warn once, not at every step
-                logger.warning("metrics are not stored yet: %s", error)
-
-    def _append(self) -> None:
-        """Append the waiting bytes to the local file."""
-        assert self._file is not None
-        try:
-            while self._data:
-                # The file is unbuffered, so that other processes see the line at once.
-                del self._data[: self._file.write(self._data)]
-        except OSError as error:
-            raise self._storage_error(error.strerror) from error
-
-    def wait_stored(self, step: int) -> None:
-        """Wait until the record of a step is stored, even if `write` has still to be called for it.
-
-        If a checkpoint were committed before that and the run were killed, the resumed run would
-        not do that step again, and its line would be missing.
-
-        Raises:
-            StorageError: it takes too long, or the log was closed without it.
-        """
-        self._awaited = step
-        self._hurry.set()
-        with self._progress:
-            self._progress.wait_for(lambda: self._stored >= step or self._closed.is_set(), STORED_S)
-            if self._stored < step:
-                raise self._storage_error(f"step {step} is not stored")
-
-    def _have_stored(self, step: int) -> None:
-        with self._progress:
-            self._stored = step
-            self._progress.notify_all()
-
-    def close(self) -> None:
-        """Store all records durably, and end the thread.
-
-        Raises:
-            StorageError: the storage has refused it.
-        """
-        try:
-            self._store_the_rest()
-        finally:
-            with self._progress:
-                self._closed.set()
-                self._progress.notify_all()
-
-    def _store_the_rest(self) -> None:
-        if self._file is not None and not self._file.closed:
-            with self._file:
-                self._append()
-                self._have_stored(self._newest)
-                try:
-                    os.fsync(self._file.fileno())
-                except OSError as error:
-                    raise self._storage_error(error.strerror) from error
-        if self._thread is not None:
-            self._last.set()
-            self._changed.set()
-            self._hurry.set()
-            self._thread.join()
-            if self._error is not None:
-                raise self._error
-            try:
-                segments.seal(self.storage)
-            except OSError as error:  # every reader reads the segments too
-                logger.warning("segments are not in %s yet: %s", METRICS, error)
-
-    def _flush(self) -> None:
-        """Write the last segment whenever there are new lines, and once more at `close`."""
-        last = False
-        while not last:
-            self._changed.wait()
-            self._changed.clear()  # before `_last` is read, or the wake-up of `close` could be lost
-            last = self._last.is_set()
-            newest = self._newest  # before the data is copied, which may then hold more steps
-            data = bytes(self._data)
-            try:
-                if data:
-                    self._segments.put(data)
-                self._error = None
-                self._have_stored(newest)
-            except Exception as error:  # the storage has retried; close() raises the last error
-                self._error = error
-                self._changed.set()
-                logger.warning("metrics are not stored yet: %s", error)
-            else:
-                if len(data) >= segments.SEGMENT_BYTES:
-                    self._segments.end(len(data))
-                    del self._data[: len(data)]
-            if not last:
-                self._hurry.wait(FLUSH_S)
-                self._hurry.clear()
-
-    def _storage_error(self, why: str | None) -> StorageError:
-        return StorageError("write", f"{self.storage.url}/{METRICS}", str(why), "Free some space")
+def _start(name: str) -> int | None:
+    digits = name.rpartition("/")[2].removesuffix(".jsonl")
+    return int(digits) if digits.isdecimal() else None
 
 
-def _end_of(storage: Storage, first_step: int) -> tuple[int, int, bytearray]:
-    """Return the newest attempt, the byte behind the line of `first_step`, and what it lacks there.
+def read_bytes(storage: Storage, start: int, end: int, listed: list[Part] | None = None) -> bytes:
+    """Return the bytes from `start` to `end`; `listed` are the parts, if they are known.
 
-    Reads from the end: a resume does few steps again.
+    Raises:
+        StorageError: they are not there, or cannot be read.
     """
-    attempt: int | None = None
-    for stop, text in segments.backwards(storage):
-        line = parsed(text)
-        if line is None:
+    listed = parts(storage) if listed is None else listed
+    while True:
+        try:
+            data = b"".join(
+                storage.read(part.name, low - part.start, high - low)
+                for part in listed
+                if (low := max(start, part.start)) < (high := min(end, part.end))
+            )
+        except (FileNotFoundError, StorageError):  # it may have been sealed or cut
+            before, listed = listed, parts(storage)
+            if listed == before:
+                raise
             continue
-        attempt = line["attempt"] if attempt is None else attempt
-        if line["step"] <= first_step:
-            return attempt, stop, bytearray(b"" if text.endswith(b"\n") else b"\n")
-        if first_step == 0:
-            break
-    return attempt or 0, 0, bytearray()
+        if len(data) < end - start:
+            raise CutBackError("read", f"{storage.url}/{METRICS}", "it has been cut back meanwhile")
+        return data
 
 
-def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """Replace floats that are not finite by None, also in mappings, as JSON has no NaN."""
+def read_again(reading: Callable[P, T]) -> Callable[P, T]:
+    """Return a function that reads again where an attempt that begins cuts the file meanwhile.
 
-    def finite(value: object) -> object:
-        if isinstance(value, Mapping):
-            return _finite(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    Raises:
+        StorageError: the file cannot be read.
+    """
 
-    return {name: finite(value) for name, value in values.items()}
+    @wraps(reading)
+    def uncut(*args: P.args, **named: P.kwargs) -> T:
+        for _ in range(READINGS - 1):
+            with suppress(CutBackError):
+                return reading(*args, **named)
+        return reading(*args, **named)
+
+    return uncut
+
+
+def blocks(
+    storage: Storage, start: int = 0, listed: list[Part] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (first byte, whole lines) from `start` on, last what follows the last newline.
+
+    `listed` are the parts, if they are known.
+    """
+    listed = parts(storage) if listed is None else listed
+    end, rest = listed[-1].end if listed else 0, b""
+    for low in range(start, end, BLOCK_BYTES):
+        high = min(end, low + BLOCK_BYTES)
+        data = rest + read_bytes(storage, low, high, listed)
+        lines, newline, rest = data.rpartition(b"\n")
+        if lines or newline:
+            yield high - len(data), lines + newline
+    if rest:
+        yield end - len(rest), rest
+
+
+def backwards(storage: Storage) -> Iterator[tuple[int, bytes]]:
+    """Yield (byte behind it, line with its newline) from the last line to the first."""
+    listed = parts(storage)
+    end, rest, length = listed[-1].end if listed else 0, b"", FIRST_BYTES
+    while end > 0:
+        start = max(0, end - length)
+        data = read_bytes(storage, start, end, listed) + rest
+        stop = start + len(data)
+        first, *lines = data.splitlines(keepends=True)
+        if start == 0:
+            lines, first = [first, *lines], b""
+        for line in reversed(lines):
+            yield stop, line
+            stop -= len(line)
+        end, rest, length = start, first, min(2 * length, BLOCK_BYTES)
+
+
+@read_again
+def read(storage: Storage) -> list[MetricsLine]:
+    """Return the lines of a run's metrics.jsonl, an empty list if there is no such file yet.
+
+    Of a long run `rayapp.observe.columns` holds less. Lines that are not readable are left out: a
+    process that was killed leaves a partial last line.
+    """
+    lines = list[MetricsLine]()
+    for start, data in blocks(storage):
+        lines += [line for _, line in lines_of(data, start, storage, len(lines))]
+    return lines
+
+
+@read_again
+def last(storage: Storage) -> MetricsLine | None:
+    """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
+    lines = (parsed(text) for _, text in backwards(storage))
+    return next((line for line in lines if line is not None), None)

@@ -2,7 +2,7 @@
 
     with plain_output(): ...          # everything that is printed inside passes PlainStream
 
-rayapp.observe.console.Console writes through it too; only the codes of its own styles stay.
+Console writes through it too; only the codes of its own styles stay. `redacted` takes secrets out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
 # Escape sequences (colours, cursor, titles), other control characters, halves of surrogate pairs.
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
 )
+
+
+# Forms of tokens. Source: the rules of gitleaks 8 (MIT, github.com/gitleaks/gitleaks), 2026-11.
+TOKEN = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}"
+    r"|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|sk-[A-Za-z0-9]{20,}|sk-(ant|proj|svcacct)-[\w-]{20,}"
+    r"|xox[abeoprs]-[\w-]{10,}|npm_[A-Za-z0-9]{36}|pypi-AgEI[\w-]{20,}|dapi[0-9a-f]{32}|hvs\.\w{20,})"
+)
+# user:password@ of a URL; a password may hold slashes, and a port before a path is none.
+USER_INFO = re.compile(r"(?<=://)[^\s/:@\[\"']*:(?!\d{1,5}([/,?]|$))[^\s@\"']+(@[^\s@/\"']+)*(?=@)")
 
 
 def plain_text(text: str) -> str:
@@ -28,6 +42,15 @@ def plain_text(text: str) -> str:
     'red\\ta\\n'
     """
     return CONTROL.sub("", text)
+
+
+def redacted(text: str) -> str:
+    """Return a text without the tokens in it and without the passwords of URLs.
+
+    >>> redacted("--data.path=https://ada:secret@host/a --tags='{a: s3://bucket:80/b@c}'")
+    "--data.path=https://***@host/a --tags='{a: s3://bucket:80/b@c}'"
+    """
+    return TOKEN.sub("***", USER_INFO.sub("***", text))
 
 
 def escaped(text: str) -> str:
@@ -81,3 +104,21 @@ def plain_output() -> Iterator[None]:
     yield
     for name, stream in streams.items():
         setattr(sys, name, stream)
+
+
+class Console(console.Console):
+    """Renders without control characters and links; only the codes of styles and of redrawing stay.
+
+    Every renderable, also of a live display, passes `render`.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            if style is not None and style.link:
+                style = style.update_link(None)
+            yield Segment(text if control else plain_text(text), style, control)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return Styled(super()._render_buffer(buffer))

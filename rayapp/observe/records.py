@@ -1,4 +1,4 @@
-"""The types of the JSON files in a run's folder; rayapp.observe.run_files reads files by them.
+"""The types of the JSON files in a run's folder; rayapp.observe.run_folder reads files by them.
 
 A field that applies but is not known is None; a field that does not apply is absent. Files of older
 versions also lack the fields that those versions did not write.
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, Required, TypeAlias, cast
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from rayapp.data.report import DataReport
-from rayapp.observe.run_files import Count, Number, UnixTime
+from rayapp.observe.metrics import HeldOut, Sample
+from rayapp.observe.run_folder import Count, Number, UnixTime
 from rayapp.planner.answer import BandValues, Forecast
 
 # ---- config.yaml ------------------------------------------------------------------------------
@@ -92,70 +93,6 @@ class Asked(TypedDict):
     plan: Plan
     config: str
     """Its config.yaml."""
-
-
-# ---- metrics.jsonl ----------------------------------------------------------------------------
-
-
-Sample: TypeAlias = Annotated[tuple[str, str], Field(strict=False)]
-"""(prompt, the model's continuation); a list of two in JSON."""
-
-
-class HeldOut(TypedDict, total=False):
-    """Figures of the held-out data, after a step, of a checkpoint or at the end."""
-
-    eval_loss: Number | None
-    eval_loss_per_byte: Number | None
-    eval_metrics: dict[str, Number | None] | None
-    eval_loss_by_source: dict[str, Number | None] | None
-    eval_samples: list[Sample] | None
-    eval_top1: Number | None
-    eval_top5: Number | None
-
-
-@with_config(ConfigDict(strict=True))
-class MetricsLine(HeldOut, total=False):
-    """A line of metrics.jsonl: a StepRecord with None for values that are not finite."""
-
-    step: Required[Count]
-    attempt: Required[Count]
-    time: Required[UnixTime]
-    epoch: Number
-    loss: Number | None
-    grad_norm: Number | None
-    lr: Number
-    mfu: Number | None
-    step_s: Number
-    data_wait_s: Number
-    checkpoint_stall_s: Number
-    eval_s: Number
-    skipped: bool
-    peak_gib: Number
-    peak_forward_gib: Number
-    peak_backward_gib: Number
-    peak_optimizer_gib: Number
-    workers: Count
-    batch_digest: str
-    # In runs that count tokens.
-    loss_per_byte: Number | None
-    own_loss: Number | None
-    router_loss: Number | None
-    expert_imbalance: Number | None
-    tokens: Count
-    loss_by_source: dict[str, Number | None] | None
-    tokens_by_source: dict[str, Count] | None
-    tokens_per_s: Number
-    tokens_per_s_per_gpu: Number
-    # In runs that count images.
-    images: Count
-    images_per_s: Number
-    images_per_s_per_gpu: Number
-
-
-def figure(record: Mapping[str, object], name: str) -> float | None:
-    """Return a number of a record whose name is computed, None if the record lacks it."""
-    value = record.get(name)
-    return value if isinstance(value, int | float) else None
 
 
 # ---- events.jsonl -----------------------------------------------------------------------------
@@ -318,7 +255,7 @@ class TaskResult(TypedDict, total=False):
     shown: list[ShownItem]
 
 
-class Outcome(HeldOut, total=False):
+class FinalFigures(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
     compile: Gain | None
@@ -332,7 +269,7 @@ class Outcome(HeldOut, total=False):
     export_check: ExportCheck
 
 
-class Summary(Outcome, total=False):
+class Summary(FinalFigures, total=False):
     """What rank 0 returns when it ends; the driver makes it if the run stops without workers."""
 
     status: Required[str]
@@ -394,6 +331,8 @@ class RunResult(Summary, total=False):
     interruptions: list[Interruption]
     loss: float | None
     own_loss: float | None
+    figures: dict[str, Number]
+    """What the loss has told of the last step besides, by name."""
     tokens_per_s: float | None
     images_per_s: float | None
     mfu: float | None

@@ -15,6 +15,7 @@ from rayapp.hardware import GIB, USD_PER_GIB_MONTH, usd_of_checkpoints
 from rayapp.observe import metrics
 from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
+from rayapp.observe.metrics import OWN_LOSS, own_figures
 from rayapp.observe.records import (
     CheckpointCost,
     Event,
@@ -23,8 +24,7 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT
+from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT, DamagedFile
 from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage, StorageError
@@ -82,6 +82,7 @@ def result_of(
     all steps of the run if this command did none.
     """
     last = metrics.last(run)
+    own = own_figures(last or {})
     unit = unit_of(last or summary)
     steps = Columns.read(run, (*ACCOUNTED, "mfu", unit.many, unit.per_s))
     seconds, stall_s, commit_s = summary["seconds"], summary["stall_s"], summary["commit_s"]
@@ -98,7 +99,8 @@ def result_of(
         "lost_steps": sums.lost_steps,
         "interruptions": sums.interruptions,
         "loss": last["loss"] if last else None,
-        **({"own_loss": last["own_loss"]} if last and last.get("own_loss") is not None else {}),
+        **({"own_loss": own.pop(OWN_LOSS)} if OWN_LOSS in own else {}),
+        **({"figures": own} if own else {}),
         unit.per_s: _mean(steps[unit.per_s][steady], busy),
         "mfu": _mean(steps["mfu"][steady], busy),
         "goodput": sums.goodput,

@@ -1,14 +1,29 @@
-"""The names of the files in a run's folder, of a run's states, and the exit codes of commands.
+"""The files of a run's folder: their names and how they are read, states of runs, exit codes.
 
-rayapp.train.checkpoint.marker names the files inside a checkpoint.
+    plan = read(run, PLAN, Plan)                    # None if there is no such file
+    line = parsed(text, MetricsLine)
+
+Each file has one type (see rayapp.observe.records). Whoever can write to a storage can put anything
+there. What is not of the type is a DamagedFile, which names the file and the reason. A number is
+finite and at most MOST, so that code that adds, divides and formats numbers needs no checks of its
+own; NaN and infinity are read as None. rayapp.train.checkpoint.marker names the files inside a
+checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rayapp import data
+from rayapp.config import ConfigError
+from rayapp.storage import Storage
 from rayapp.storage.base import HIDDEN
 
 # ---- Files of <run.storage>/<run.name> ------------------------------------------------------
@@ -17,7 +32,7 @@ CONFIG = "config.yaml"
 PLAN = "plan.json"
 ASKED = "asked.json"  # both of a command that has not done a step, where the run has some
 METRICS = "metrics.jsonl"
-SEGMENTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
+METRICS_PARTS = "metrics"  # a folder: on S3, what is not yet in metrics.jsonl
 EVENTS = "events.jsonl"
 ACTIVITY = "activity.json"  # what the driver does at the moment
 RANK_ACTIVITY = "activity-rank-0.json"  # what rank 0 does while it takes no steps
@@ -39,7 +54,7 @@ RESERVE = f"{HIDDEN}reserve"  # on a disk, while a command trains: room for the 
 FILES = (CONFIG, PLAN, ASKED, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATIONS, RESULT)
 OWN = re.compile(
     "|".join(map(re.escape, (*FILES, REPORT, SUBMISSION, LEASE, STOP, RUN_ID)))
-    + rf"|({SEGMENTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
+    + rf"|({METRICS_PARTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
     + rf"|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
     + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
 )
@@ -93,3 +108,105 @@ LEASE_RENEWED_S = 10.0  # the driver renews it at this interval
 LEASE_LEFT_S = 60.0  # workers that see it unrenewed for this long save and leave
 LEASE_STOPPED_S = 75.0  # a driver that has not renewed it for this long ends its workers
 LEASE_TAKEN_S = 90.0  # another driver takes over a lease that was not renewed for this long
+
+# ---- Reading ---------------------------------------------------------------------------------
+
+MOST = 1e39
+MOST_COUNT = 2**53  # exact as a float too
+MOST_TIME = 1e11  # Unix seconds, in the year 5138
+Count: TypeAlias = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+Number: TypeAlias = Annotated[float, Field(ge=-MOST, le=MOST)]
+UnixTime: TypeAlias = Annotated[float, Field(ge=0, le=MOST_TIME)]
+
+REWRITTEN = "Delete the file: the run's next command writes it again"
+
+T = TypeVar("T")
+
+
+class DamagedFile(ConfigError):
+    """A file of a run's folder does not have the content that a run writes."""
+
+    def __init__(self, url: str, why: str, fix: str = REWRITTEN) -> None:
+        super().__init__([f"{url} is damaged: {why}. {fix}"])
+
+
+def read(run: Storage, name: str, kind: type[T], fix: str = REWRITTEN) -> T | None:
+    """Return the content of a JSON file in a run's folder, None if there is no such file.
+
+    Raises:
+        DamagedFile: it is not of this kind.
+    """
+    try:
+        content: T = parsed(run.read(name), kind)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise DamagedFile(f"{run.url}/{name}", str(error), fix) from None
+    return content
+
+
+def read_lines(run: Storage, name: str, line_of: Callable[[bytes], T], fix: str) -> list[T]:
+    """Return the lines of a file by `line_of`, [] without a file; an unfinished last one is left.
+
+    Raises:
+        DamagedFile: `line_of` has raised a ValueError.
+    """
+    lines = list[T]()
+    try:
+        for line in run.read(name).splitlines(keepends=True):
+            lines += [line_of(line)] if line.endswith(b"\n") else []
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        why = f"line {len(lines) + 1}: {error}"
+        raise DamagedFile(f"{run.url}/{name}", why, fix) from None
+    return lines
+
+
+def parsed(text: bytes, kind: Any) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is not of this kind; the message is one line.
+    """
+    try:
+        value = json.loads(
+            text, parse_int=_whole, parse_float=_number, parse_constant=lambda _: None
+        )
+        return schema(kind).validate_json(as_utf8(value), strict=True, extra="allow")
+    except ValidationError as error:
+        raise ValueError(reason_of(error)) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def as_utf8(value: object) -> bytes:
+    """Return a value as JSON, with `?` for half of a surrogate pair, which UTF-8 has not."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
+def reason_of(error: ValidationError) -> str:
+    """Return where the first problem is, and what it is."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
+
+
+@cache
+def schema(kind: Any) -> TypeAdapter[Any]:
+    """Return what checks values of a kind; it takes milliseconds to make."""
+    return TypeAdapter(kind)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not -MOST <= value <= MOST:
+        raise ValueError(f"the number {text[:20]} is out of range")
+    return value
+
+
+def _whole(text: str) -> int:
+    _number(text)
+    return int(text)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -19,7 +21,7 @@ from typing_extensions import TypedDict
 
 from rayapp.config import parse_yaml
 from rayapp.config.fields import unit_of
-from rayapp.observe import run_files
+from rayapp.observe import run_folder
 from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import (
@@ -31,16 +33,8 @@ from rayapp.observe.goodput import (
     commands,
     read_events,
 )
-from rayapp.observe.records import (
-    Asked,
-    Event,
-    MetricsLine,
-    Plan,
-    RunResult,
-    Sections,
-    Validation,
-)
-from rayapp.observe.run_files import DamagedFile, Number
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.records import Asked, Event, Plan, RunResult, Sections, Validation
 from rayapp.observe.run_folder import (
     ASKED,
     CONFIG,
@@ -61,6 +55,8 @@ from rayapp.observe.run_folder import (
     STOPPING,
     VALIDATIONS,
     WAITING,
+    DamagedFile,
+    Number,
 )
 from rayapp.storage import Storage
 
@@ -75,20 +71,13 @@ class NoRun(LookupError):
     """The folder holds no run; the message names the folder."""
 
 
-class Started(NamedTuple):
-    """Where the last command of a run came from; None is not known."""
-
-    user: str | None = None
-    commit: str | None = None
-    """Of the git checkout in which it was typed, with `+` if that had changes."""
-    command: str | None = None
-
-
-UNTOLD = Started()
-
-
+# What is read of Sections without the rules of rayapp.config, by section.
 class ModelFields(TypedDict, total=False):
     lora: dict[str, object] | None
+
+
+class ClusterFields(TypedDict, total=False):
+    instance: str | list[str] | None
 
 
 class DataFields(TypedDict, total=False):
@@ -96,13 +85,7 @@ class DataFields(TypedDict, total=False):
     mixture: dict[str, Number] | None
 
 
-class ClusterFields(TypedDict, total=False):
-    instance: str | list[str] | None
-
-
 class ReadSections(TypedDict, total=False):
-    """What is read of Sections without the rules of rayapp.config."""
-
     task: str | None
     run: dict[str, object]
     model: ModelFields
@@ -133,14 +116,17 @@ class Progress:
     """Unix time of the last event or step."""
     quiet_s: float | None = None
     """Seconds since the driver renewed the lease; None if there is no lease."""
-    started: Started = UNTOLD
+    user: str | None = None
+    """Who began the last command."""
+    commit: str | None = None
+    """Of the git checkout in which it was typed, with `+` if that had changes."""
     activity: Activity | None = None
     """What it does, while a driver works on it."""
 
     @property
     def cost_at_end_usd(self) -> float | None:
         """The cost when the last step is done, at the present pace; None if it is not known."""
-        return cost_at_end_usd(self.account, self.left_s)
+        return self.account.cost_after(self.left_s)
 
     @property
     def live(self) -> bool:
@@ -170,7 +156,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
     if activity is not None and activity.phase == STARTING_WORKERS and line is not None:
         activity = activity if line["time"] < activity.began else None  # they take steps already
     status, reason = _status(run, last, live, activity)
-    num_steps = _num_steps(run)
+    num_steps = read_plan(run).get("steps")
     step = line["step"] if line else 0
     signs = [event["time"] for event in last] + ([line["time"]] if line else [])
     return Progress(
@@ -183,7 +169,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         reason=reason,
         updated_s=max(signs, default=None),
         quiet_s=None if lease is None else now - lease.modified_s,
-        started=started_by(events),
+        **_started_by(events),
         activity=activity if status in LIVE else None,
     )
 
@@ -195,7 +181,7 @@ def is_run(run: Storage) -> bool:
             return True
     with suppress(FileNotFoundError, ValueError):
         first = run.read(EVENTS).partition(b"\n")[0]
-        return run_files.parsed(first, Event)["event"] == STARTED
+        return run_folder.parsed(first, Event)["event"] == STARTED
     return False
 
 
@@ -233,13 +219,14 @@ def summary(run: Storage) -> Progress:
     if not result.keys() >= SUMMED:  # of a run that failed
         return read(run)
     unit = unit_of(result)
-    names = ("loss", "own_loss", "mfu", unit.per_s)
+    names = ("loss", "own_loss", "mfu", "eval_metrics", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
+    line |= result.get("figures", {})
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
     return Progress(
         status=result["status"],
         step=result["steps"],
-        num_steps=_num_steps(run) if result["status"] == STOPPED else result["steps"],
+        num_steps=read_plan(run).get("steps") if result["status"] == STOPPED else result["steps"],
         left_s=None,
         line=cast(MetricsLine, line),
         account=Account(
@@ -252,23 +239,14 @@ def summary(run: Storage) -> Progress:
         ),
         reason=last["reason"],
         updated_s=last["time"],
-        started=started_by(events),
+        **_started_by(events),
     )
 
 
-def started_by(events: list[Event]) -> Started:
+def _started_by(events: list[Event]) -> dict[str, Any]:
     """Return who began the last command of a run, and from which commit."""
-    if not events:
-        return UNTOLD
-    last = commands(events)[-1][0]
-    return Started(last.get("user"), last.get("commit"), last.get("command"))
-
-
-def cost_at_end_usd(sums: Account, left_s: float | None) -> float | None:
-    """Return the cost of a run after `left_s` more seconds, None if price or pace is not known."""
-    if sums.cost_usd is None or sums.usd_per_hour is None or left_s is None:
-        return None
-    return sums.cost_usd + sums.usd_per_hour * left_s / 3600.0
+    last: Mapping[str, Any] = commands(events)[-1][0] if events else {}
+    return {name: last.get(name) for name in ("user", "commit")}
 
 
 def _status(
@@ -290,24 +268,19 @@ def _status(
     return (RUNNING if any(e["event"] == RESUMED for e in last) else PREPARING), None
 
 
-def _num_steps(run: Storage) -> int | None:
-    """Return the number of steps in a run's plan, None if there is no plan yet."""
-    return read_plan(run).get("steps")
-
-
 def read_asked(run: Storage) -> Asked | None:
     """Return what a command that has not done a step asks of a run; raises DamagedFile."""
-    return run_files.read(run, ASKED, Asked, "Delete the file, and run the same command again")
+    return run_folder.read(run, ASKED, Asked, "Delete the file, and run the same command again")
 
 
 def read_plan(run: Storage) -> Plan:
     """Return a run's plan, empty if there is none yet; raises DamagedFile."""
-    return run_files.read(run, PLAN, Plan) or {}
+    return run_folder.read(run, PLAN, Plan) or {}
 
 
 def read_result(run: Storage) -> RunResult:
     """Return a run's result, empty if there is none yet; raises DamagedFile."""
-    result = run_files.read(run, RESULT, RunResult)
+    result = run_folder.read(run, RESULT, RunResult)
     if result is not None and "steps" not in result:
         raise DamagedFile(f"{run.url}/{RESULT}", "steps is missing")
     return result or cast(RunResult, {})
@@ -322,11 +295,11 @@ def read_sections(run: Storage) -> Sections | None:
     fix = "Restore it, or set another run.name"
     try:
         tree: Any = parse_yaml(run.read(CONFIG).decode())
-        run_files.schema(ReadSections).validate_python(tree, strict=True)
+        run_folder.schema(ReadSections).validate_python(tree, strict=True)
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise DamagedFile(f"{run.url}/{CONFIG}", run_files.reason_of(error), fix) from None
+        raise DamagedFile(f"{run.url}/{CONFIG}", run_folder.reason_of(error), fix) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DamagedFile(f"{run.url}/{CONFIG}", " ".join(str(error).split()), fix) from None
     return cast(Sections, tree)
@@ -334,18 +307,8 @@ def read_sections(run: Storage) -> Sections | None:
 
 def read_validations(run: Storage) -> list[Validation]:
     """Return the lines of a run's validation.jsonl, [] if there is none; raises DamagedFile."""
-    try:
-        lines = run.read(VALIDATIONS).splitlines()
-    except FileNotFoundError:
-        return []
-    validations = list[Validation]()
-    for number, line in enumerate(lines, 1):
-        try:
-            validations.append(run_files.parsed(line, Validation))
-        except ValueError as error:
-            why = f"line {number} is no JSON of an evaluation: {error}"
-            raise DamagedFile(f"{run.url}/{VALIDATIONS}", why, "Delete the line") from None
-    return validations
+    line_of = partial(run_folder.parsed, kind=Validation)
+    return run_folder.read_lines(run, VALIDATIONS, line_of, "Delete the line")
 
 
 def planned_step_s(run: Storage) -> float | None:

@@ -25,27 +25,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rayapp.config import RunConfig
-from rayapp.config.fields import UNITS
 from rayapp.config.text import flatten
-from rayapp.observe.records import MetricsLine, figure
+from rayapp.observe.metrics import FIELDS, OWN, MetricsLine, figures_of
 from rayapp.observe.run_folder import DONE, FAILED, STOPPED, TENSORBOARD
 from rayapp.storage import Storage
 
-RATES = [rate for unit in UNITS for rate in (unit.per_s, unit.per_s_per_gpu)]
-# Fields of metrics.jsonl, by the group that they are shown in.
-GROUPS = {
-    "loss": ("loss", "loss_per_byte", "own_loss", "router_loss", "eval_loss", "eval_loss_per_byte"),
-    "experts": ("expert_imbalance",),
-    "accuracy": ("eval_top1", "eval_top5"),
-    "optimizer": ("lr", "grad_norm", "skipped"),
-    "speed": (*RATES, "mfu", "step_s"),
-    "stalls": ("data_wait_s", "checkpoint_stall_s", "eval_s"),
-    "memory": ("peak_gib", "peak_forward_gib", "peak_backward_gib", "peak_optimizer_gib"),
-    "run": ("epoch", *(unit.many for unit in UNITS), "workers", "attempt"),
-}
-BY_SOURCE = ("loss_by_source", "tokens_by_source", "eval_loss_by_source")
-NAMES = {field: f"{group}/{field}" for group, fields in GROUPS.items() for field in fields}
-SHOWN_BY_HPARAMS = (NAMES["loss"], NAMES["eval_loss"])
+SHOWN_BY_HPARAMS = ("loss/loss", "loss/eval_loss")
+STEP_S = "speed/step_s"  # each line has it
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
 INSTALL = {"tensorboard": "tensorboardX", "mlflow": "mlflow-skinny", "wandb": "wandb"}
 STORE_S = 30.0  # at least, between two copies of an event file to S3
@@ -92,23 +78,15 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of each field that a step has."""
-    for field, name in NAMES.items():
-        value = figure(line, field)
-        if value is not None:
-            yield name, float(value)
-    for name, value in (line.get("eval_metrics") or {}).items():
-        if value is not None:
-            yield f"metrics/{name}", float(value)
-    for figures in BY_SOURCE:
-        values: Any = line.get(figures)
-        for path, value in (values or {}).items():
-            if value is not None:
-                yield f"{figures}/{plain_name(path)}", float(value)
+    """Yield (name, value) of each figure that a step has."""
+    for field, key, value in figures_of(line):
+        group = FIELDS.get(field, OWN).group
+        if group:
+            yield f"{group}/{plain_name(key or field)}", float(value)
 
 
 def plain_name(path: str) -> str:
-    """Return a source's path as every tracker takes it in the name of a figure.
+    """Return a name, e.g. a source's path, as every tracker takes it in the name of a figure.
 
     >>> plain_name("s3://bucket/a.jsonl"), plain_name("/data/b"), plain_name("org/set:en@train")
     ('s3/bucket/a.jsonl', 'data/b', 'org/set:en_train')
@@ -258,7 +236,7 @@ class MLflow:
         self._client.set_terminated(self._id, ended)
 
     def _newest_step(self) -> int:
-        history = self._client.get_metric_history(self._id, NAMES["step_s"])
+        history = self._client.get_metric_history(self._id, STEP_S)
         return max((point.step for point in history), default=0)
 
     def _describe(self, config: RunConfig, known: dict[str, str]) -> None:

@@ -9,9 +9,18 @@ for pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Literal
+
+from rayapp.observe.records import Estimate, TaskResult
 
 UNKNOWN = "n/a"
+# Of a task of eval.tasks: the columns of its row, and those of an item with answers.
+TASK_HEAD = ("task", "items", "figure", "before", "after")
+TASK_SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
+TASK_SHOWN = ("asked", "before", "after", "wanted")
+TASK_LOSS = "loss"  # the score of a task whose items have no right answer
 SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"))
 
 
@@ -146,3 +155,46 @@ def last_line(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
+
+
+def task_rows(results: Mapping[str, TaskResult]) -> list[list[str]]:
+    """Return a row for each task, with the columns of TASK_HEAD."""
+    return [
+        [
+            name,
+            f"{each['items']:,}",
+            "nats/token" if each["score"] == TASK_LOSS else f"right ({each['score']})",
+            _estimated(each["score"], each["before"]),
+            _estimated(each["score"], each["after"]),
+        ]
+        for name, each in results.items()
+    ]
+
+
+def task_answers(results: Mapping[str, TaskResult]) -> list[tuple[str, str, list[list[str]]]]:
+    """Return (task, number of items, rows with the columns of TASK_SHOWN) of tasks with answers."""
+    return [
+        (
+            name,
+            f"{each['items']:,}",
+            [[item[what] or "" for what in TASK_SHOWN] for item in each["shown"]],
+        )
+        for name, each in results.items()
+        if each.get("shown")
+    ]
+
+
+def _estimated(score: str, estimate: Estimate | None) -> str:
+    """Format a figure with its interval.
+
+    >>> _estimated("json", {"value": 0.9, "low": 0.6, "high": 0.98})
+    '90 % (60 to 98)'
+    >>> _estimated("loss", {"value": 1.25, "low": 1.2, "high": 1.3}), _estimated("loss", None)
+    ('1.25 (1.20 to 1.30)', '-')
+    """
+    if estimate is None:
+        return "-"
+    value, low, high = (estimate[name] for name in ("value", "low", "high"))
+    if score == TASK_LOSS:
+        return f"{value:.2f} ({low:.2f} to {high:.2f})"
+    return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")

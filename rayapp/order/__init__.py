@@ -19,7 +19,7 @@ window after another (rayapp.order.windows).
 from __future__ import annotations
 
 from rayapp.order.bijection import permutation
-from rayapp.order.digest import combine, differences, fingerprint, row_digest
+from rayapp.order.digest import StepCounts, combine, differences, fingerprint, row_digest
 from rayapp.order.sequence import EMPTY, SOURCE_ROWS, Cursor, Order
 from rayapp.order.shares import mixture, taken
 from rayapp.order.windows import shuffled, visits, window_of
@@ -29,6 +29,7 @@ __all__ = [
     "SOURCE_ROWS",
     "Cursor",
     "Order",
+    "StepCounts",
     "combine",
     "differences",
     "fingerprint",

@@ -1,10 +1,11 @@
-"""Fingerprints of data sets, and digests of rows and batches: proof of what was read."""
+"""Fingerprints of data sets, digests of rows and batches (proof of what was read), and counts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,39 @@ def combine(digests: Iterable[int]) -> str:
     True
     """
     return f"{sum(digests) % 2**64:016x}"
+
+
+class StepCounts(NamedTuple):
+    """What the batch of a step, or one rank's part of it, holds."""
+
+    weight: int
+    """Divides the loss: loss-bearing tokens, or images."""
+    tokens: int = 0
+    """Input tokens, without padding."""
+    targets: int = 0
+    """Loss-bearing tokens."""
+    attended_pairs: int = 0
+    """(query, key) pairs of tokens: n (n + 1) / 2 of a document of n tokens."""
+    target_bytes: int = 0
+    """UTF-8 bytes of the loss-bearing tokens."""
+    images: int = 0
+    targets_by_source: tuple[int, ...] = ()
+    """Loss-bearing tokens of each source, if there are several."""
+
+    def flat(self) -> list[int]:
+        """Return all counts, for a message."""
+        return [*self[:-1], *self.targets_by_source]
+
+    @classmethod
+    def of_flat(cls, numbers: Sequence[int]) -> StepCounts:
+        """Return the counts of a message.
+
+        >>> counts = StepCounts(3, 8, 3, 36, 12, 0, (1, 2))
+        >>> StepCounts.of_flat(counts.flat()) == counts
+        True
+        """
+        fixed = len(cls._fields) - 1
+        return cls._make([*numbers[:fixed], tuple(numbers[fixed:])])
 
 
 def _canonical(value: object) -> str:

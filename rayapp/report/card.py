@@ -16,13 +16,13 @@ import yaml
 
 from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
+from rayapp.data.kinds import takes_template
 from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
-from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import MODEL
-from rayapp.observe.task_scores import rows
+from rayapp.observe.plain import redacted
+from rayapp.observe.run_folder import MODEL, DamagedFile
+from rayapp.observe.words import task_rows
 from rayapp.report.chart import evenly, smooth, svg
 from rayapp.report.folder import ReportedRun, read
 from rayapp.report.pages import environment
@@ -34,6 +34,7 @@ ADAPTER = "adapter_config.json"
 HUB_ID = r"[\w-][\w.-]*/[\w.-]+"
 # The folders of absolute paths and of URLs, which a card leaves out.
 FOLDERS = re.compile(r"(?<![\w./-])(?:~|[a-z][a-z0-9+.-]*:)?/+(?:[^\s/'\"`]+/+)*(?=[^\s/])")
+OF_GGUF = re.compile(r"/model-(.+)-[0-9a-f]{12}$")  # what the folder of a GGUF file was made of
 TABLE_STEPS = 8
 OF_TRAIN = ("tokens_per_step", "images_per_step", "optimizer", "lr", "schedule", "warmup_steps",
             "weight_decay", "precision")  # fmt: skip
@@ -65,12 +66,13 @@ def card(run: ReportedRun, adapter: bool) -> str:
     page = template.render(
         run=run,
         adapter=adapter,
-        kind=_kind(run),
+        chat=takes_template(_kind(run)),
         made=MADE,
         curve=CURVE,
         front=_yaml(front_of(run, adapter)),
         what=FOLDERS.sub("", _what(run)),
         data=[[FOLDERS.sub("", cell) for cell in each] for each in _data(run)],
+        question=_question(run),
         training=list(_training(run)),
         losses=[[f"{s:,.0f}", text("loss", loss)] for s, loss in evenly([*losses], TABLE_STEPS)],
         results=list(_results(run)),
@@ -130,9 +132,19 @@ def _what(run: ReportedRun) -> str:
     elif base.get("name") not in (None, section.get("path")):
         start = f"from the adapter `{section.get('path')}`"
     name = base.get("id") or base.get("name") or section.get("path")
+    if of_gguf := OF_GGUF.search(str(base.get("name", ""))):
+        start += f", as the quantised file `{of_gguf[1]}` holds them"
     licence = base.get("license_name") or base.get("license")
     terms = f"The base's licence is {licence}." if licence else "The base states no licence."
     return f"{how} on the base `{name}`{size}, {start}, with rayapp. {terms}"
+
+
+def _question(run: ReportedRun) -> str:
+    """Return what a user may ask: an item of a task, a prompt of eval.prompts, or a greeting."""
+    tasks = (run.result.get("tasks") or {}).values()
+    asked = [each["asked"] for task in tasks for each in task.get("shown", ())]
+    asked += [prompt for prompt, _ in run.result.get("samples") or ()]
+    return next((text for text in asked if text), "Hello")
 
 
 def _data(run: ReportedRun) -> Iterator[list[str]]:
@@ -183,7 +195,7 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
     ):
         if (value := run.held_last(name)) is not None:
             yield [what, text(name, value)]
-    for name, items, what, before, after in rows(run.result.get("tasks") or {}):
+    for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
         yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
     if check := run.result.get("export_check"):
         told = f"names and shapes of all tensors are equal (not opened: {check['why']})"

@@ -16,6 +16,7 @@ from rayapp.config.fields import IMAGES
 from rayapp.observe import words
 from rayapp.observe.columns import Array
 from rayapp.observe.figures import label
+from rayapp.observe.metrics import FIELDS
 from rayapp.observe.records import band_of
 from rayapp.report.chart import (
     AREA,
@@ -61,6 +62,7 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
     charts += [
         _own_loss(runs),
+        *(_overlaid(runs, f"figure-{name}", name, name) for name in _own_names(runs)),
         *([_step_time(runs[0])] if alone else []),
         _throughput(runs),
         _memory(runs[0]) if alone else memory,
@@ -163,7 +165,9 @@ def _of_losses(runs: Sequence[ReportedRun], places: Sequence[int]) -> list[Chart
         charts.append(_held(runs, places, "accuracy", "Held-out accuracy", axis, columns))
     for number, name in enumerate(own):
         chart = _held(runs, places, f"metric-{number}", name, name, {"value": name})
-        note = "A function of eval.metrics, or train.loss, on the held-out data."
+        note = (
+            "A task of eval.tasks; or a function of eval.metrics or train.loss, on held-out data."
+        )
         charts.append(replace(chart, note=note))
     return charts
 
@@ -224,6 +228,11 @@ def _loss_note(run: ReportedRun) -> str:
     if skipped := int(np.nansum(run.columns["skipped"])):
         parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
     return " ".join(parts)
+
+
+def _own_names(runs: Sequence[ReportedRun]) -> list[str]:
+    """Return the figures that the losses of all runs tell besides (see `metrics.own_figures`)."""
+    return [n for n in runs[0].columns if n not in FIELDS and all(n in run.columns for run in runs)]
 
 
 def _own_loss(runs: Sequence[ReportedRun]) -> Chart:

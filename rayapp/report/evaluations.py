@@ -15,10 +15,11 @@ from typing import cast
 
 import numpy as np
 
-from rayapp.observe import metrics, segments
+from rayapp.observe import metrics
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array
-from rayapp.observe.records import Evaluated, HeldOut, MetricsLine, RunResult, Sections
+from rayapp.observe.metrics import HeldOut, MetricsLine
+from rayapp.observe.records import Evaluated, RunResult, Sections
 from rayapp.report.chart import evenly
 from rayapp.storage import Storage
 
@@ -91,7 +92,7 @@ def read(
 
 def _lines(storage: Storage, marks: Sequence[bytes]) -> Iterator[MetricsLine]:
     """Yield the lines of metrics.jsonl with one of the marks; nothing is read without marks."""
-    for _, data in segments.blocks(storage) if marks else ():
+    for _, data in metrics.blocks(storage) if marks else ():
         for text in data.splitlines():
             line = metrics.parsed(text) if any(mark in text for mark in marks) else None
             if line is not None:

@@ -6,7 +6,7 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -16,14 +16,13 @@ import numpy as np
 from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.text import flatten
 from rayapp.data.report import Counts, DataReport
-from rayapp.observe import attempt_logs
+from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import STARTED, Account, commands, read_events
-from rayapp.observe.metrics import ImageRecord, TokenRecord
-from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections, figure
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import CONFIG, PLAN
+from rayapp.observe.metrics import FIELDS, figure, last, own_figures
+from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections
+from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
 from rayapp.report import evaluations
 from rayapp.report.chart import window_of
 from rayapp.report.evaluations import SourceFigures
@@ -31,12 +30,9 @@ from rayapp.storage import Storage
 
 TEXTS = ("batch_digest", "eval_samples")  # fields of a line that are no numbers
 NAMES = tuple(
-    dict.fromkeys(
-        each.name
-        for kind in (TokenRecord, ImageRecord)
-        for each in fields(kind)
-        if each.name not in TEXTS
-    )
+    name
+    for name, shown in FIELDS.items()
+    if name not in TEXTS and shown.tag in ("", "rank")  # not of several figures
 )
 # What a page shows of the data.
 OF_IMAGES = ("images.train", "images.eval", "class_counts", "classes", "bytes", "duplicates")
@@ -199,7 +195,8 @@ def read(storage: Storage) -> ReportedRun:
         DamagedFile: a file of it is not as a run writes it.
         StorageError: it cannot be read.
     """
-    steps = Columns.read(storage, NAMES)
+    own = own_figures(last(storage) or {})
+    steps = Columns.read(storage, tuple(dict.fromkeys((*NAMES, *own))))
     columns = steps.columns()
     now = statuses.read(storage, steps)
     events = read_events(storage)
@@ -219,7 +216,7 @@ def read(storage: Storage) -> ReportedRun:
         url=storage.url,
         status=status,
         reason=reason,
-        log=attempt_logs.name_of(logs[-1]) if (logs := attempt_logs.numbers(storage)) else None,
+        log=attempts.log_name(logs[-1]) if (logs := attempts.logged(storage)) else None,
         task=task,
         config_yaml=text,
         config=config,

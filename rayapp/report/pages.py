@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,10 +22,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rayapp.config import ConfigError
-from rayapp.observe import task_scores, words
-from rayapp.observe.origin import redacted
-from rayapp.observe.run_files import DamagedFile
-from rayapp.observe.run_folder import METRICS, REPORT
+from rayapp.observe import words
+from rayapp.observe.plain import redacted
+from rayapp.observe.run_folder import METRICS, REPORT, DamagedFile
 from rayapp.report import comparison, evaluations, tables, timeline
 from rayapp.report.chart import BUCKETS
 from rayapp.report.charts import charts_of
@@ -172,6 +172,7 @@ def environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"number": words.number, "duration": words.duration}
-    modules = (comparison, evaluations, tables, task_scores, timeline)
+    environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)  # a Python literal too
+    modules = (comparison, evaluations, tables, timeline, words)
     environment.globals |= {each.__name__.rpartition(".")[2]: each for each in modules}
     return environment

@@ -28,7 +28,7 @@ import yaml
 from rayapp.config import ConfigError
 from rayapp.model.files import INDEX
 from rayapp.model.source import FRONT, LICENCES, front_matter
-from rayapp.observe.origin import redacted
+from rayapp.observe.plain import redacted
 from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import MODEL, RUN_ID
 from rayapp.report.card import ADAPTER, CARD, CURVE, HUB_ID, MADE, card, curve, front_of

@@ -12,12 +12,13 @@ from torch import nn
 
 from rayapp.config.fields import TOKENS, Unit
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import HeldOut, LoopState
-from rayapp.train.loss_spikes import WINDOW, Spikes
+from rayapp.observe.metrics import HeldOut, MetricsLine
+from rayapp.observe.records import LoopState
+from rayapp.order import StepCounts
+from rayapp.train.loss_spikes import RECENT, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import STAY
+from rayapp.train.step_sync import CONTINUE
 
 
 class Batch(Protocol):
@@ -31,8 +32,8 @@ class Batch(Protocol):
     def rows(self) -> np.ndarray[Any, Any]:
         """int64 [m, b]: the number of each row in the data set, EMPTY where there is no row."""
 
-    def sums(self) -> tuple[int, ...]:
-        """Return the counts to sum over ranks; the first is the weight that divides the loss."""
+    def counts(self) -> StepCounts:
+        """Return the counts to sum over ranks."""
 
     def digest(self) -> int:
         """Return the sum of the rows' digests, to be summed over ranks."""
@@ -71,23 +72,23 @@ class Engine:
     stalls: list[float] = field(default_factory=list)
     """Of each save, the seconds that training waited for it in `save` and in `settle`."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
-    leave_due: Callable[[], int] = field(default=lambda: STAY)
-    """Whether to leave after this step: rank 0 answers STAY, STOP or MOVE, other ranks STAY."""
+    leave_due: Callable[[], int] = field(default=lambda: CONTINUE)
+    """Whether to leave after this step: rank 0 answers CONTINUE, STOP or RESTART, others CONTINUE."""
     poll_due: Callable[[], bool] = field(default=lambda: False)
     """Whether all ranks call `poll` in this step: rank 0 decides, other ranks answer False."""
-    poll: Callable[[], int] = field(default=lambda: STAY)
-    """Return STAY, STOP or MOVE, the same on all ranks, which call it together."""
-    left: int = STAY
-    """Why the loop ended before the last step (STOP or MOVE), else STAY."""
+    poll: Callable[[], int] = field(default=lambda: CONTINUE)
+    """Return CONTINUE, STOP or RESTART, the same on all ranks, which call it together."""
+    left: int = CONTINUE
+    """Why the loop ended before the last step (STOP or RESTART), else CONTINUE."""
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
-    ranks. A record has them summed over ranks and divided by the weight of the batch."""
-    take_counts: Callable[[], torch.Tensor | None] = field(default=lambda: None)
+    ranks. Each is a figure of the step's line: summed over ranks, divided by the weight."""
+    take_expert_tokens: Callable[[], torch.Tensor | None] = field(default=lambda: None)
     """Return the tokens that each expert was given in the step's micro-batches on this rank,
     [layers, experts]; None without experts."""
     by_source: bool = False
     experts: torch.Tensor | None = None
-    """The sum of these counts over ranks and the steps of this attempt."""
+    """The sum of `take_expert_tokens` over ranks and the steps of this attempt."""
     spikes: Spikes | None = None
     """What tells a spike; None: a step is bad only if its loss or gradient norm is not finite."""
     skip_bad: bool = False
@@ -99,9 +100,9 @@ class Engine:
     eval_owed: bool = False
     """Whether the last evaluation that was due was left out or given up."""
     unit: Unit = TOKENS
-    record: Callable[[dict[str, Any], tuple[int, ...], Sums, float], StepRecord] | None = None
-    """Make a step's record from (fields common to all kinds, sums of `Batch.sums` over ranks, sums
-    of the losses, seconds without checkpoint stalls and evaluation)."""
+    record: Callable[[dict[str, Any], StepCounts, Sums, float], MetricsLine] | None = None
+    """Make a step's line of metrics.jsonl from (fields common to all kinds, counts over all ranks,
+    sums of the losses, seconds without checkpoint stalls and evaluation)."""
     last_of_step: Callable[[bool], None] = field(default=lambda last: None)
     """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)
@@ -123,11 +124,6 @@ class Engine:
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device)
 
-    def count(self, counts: torch.Tensor | None) -> None:
-        """Add a step's counts of tokens by expert."""
-        if counts is not None:
-            self.experts = counts if self.experts is None else self.experts + counts
-
     def state(self) -> LoopState:
         """Return what a checkpoint holds of the loop."""
         state: LoopState = {"skips": self.skips, "evaluate": self.eval_owed, "losses": []}
@@ -143,7 +139,7 @@ class Engine:
         """Go on from the state of a checkpoint, {} without one."""
         self.skips, self.eval_owed = state.get("skips", 0), state.get("evaluate", False)
         if self.spikes is not None:
-            level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", WINDOW)
+            level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", RECENT)
             self.spikes = Spikes(self.spikes.sigmas, *level)
 
 

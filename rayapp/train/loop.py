@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from rayapp.observe.activity import TRAINING
-from rayapp.observe.metrics import StepRecord
-from rayapp.observe.records import HeldOut
+from rayapp.observe.metrics import HeldOut, MetricsLine
 from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import clip, set_lr
 from rayapp.train.step_sums import StepSums, Sums
-from rayapp.train.step_sync import STAY, Agreement, Totals
+from rayapp.train.step_sync import CONTINUE, Agreement, Totals
 from rayapp.train.waiting import leave_now, leave_of, next_batch
 
 logger = logging.getLogger("rayapp.train.loop")
@@ -50,14 +49,14 @@ class BadLoss(RuntimeError):
 
 
 class Interrupted(Exception):
-    """The ranks have agreed to leave (args: STOP or MOVE) during an evaluation; all raise it."""
+    """The ranks have agreed to leave (args: STOP or RESTART) during an evaluation; all raise it."""
 
 
 class Update(NamedTuple):
     """The result of a step; the same on all ranks except for `waited_s`."""
 
     sums: Sums
-    """Of the losses in nats and of `Engine.take_sums` and `take_counts`, over all ranks."""
+    """Of the losses in nats and of `Engine.take_sums` and `take_expert_tokens`, over all ranks."""
     grad_norm: float
     """Global norm before clipping."""
     skipped: bool
@@ -66,8 +65,8 @@ class Update(NamedTuple):
     """Seconds that the update waited for a save that was reading the weights."""
 
 
-def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
-    """Run the steps and yield a record of each.
+def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[MetricsLine]:
+    """Run the steps and yield a line of metrics.jsonl for each.
 
     While rows are still being prepared, the ranks may leave as they wait for them: they save then.
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
@@ -117,7 +116,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[StepRecord]:
         }
         assert engine.record is not None, "this engine was made for single steps"
         busy_s = max(step_s - stall_s - eval_s, 1e-9)
-        yield engine.record(facts, totals.sums, update.sums, busy_s)
+        yield engine.record(facts, totals.counts, update.sums, busy_s)
         if leave:
             engine.left = leave
             return
@@ -137,18 +136,17 @@ def evaluate_or_leave(
         held_out, leave = {}, interrupted.args[0]
     finally:
         engine.interruptible = False
-    engine.eval_owed = leave != STAY
+    engine.eval_owed = leave != CONTINUE
     return held_out, leave
 
 
 def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> dict[str, Any]:
     """Return the fields of a step's record that are known before evaluation and checkpoint."""
     done, peaks, imbalance = batch.step + 1, engine.peaks.take(), update.sums.imbalance
-    return {
+    facts = {
         "step": done,
         "epoch": done * engine.rows_per_step / engine.rows_per_epoch,
         "loss": update.sums.loss / totals.weight,
-        **{name: value / totals.weight for name, value in update.sums.named.items()},
         **({} if imbalance is None else {"expert_imbalance": imbalance}),
         "grad_norm": update.grad_norm,
         "lr": engine.lr_at(batch.step),
@@ -159,6 +157,9 @@ def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> 
         "attempt": engine.attempt,
         "batch_digest": totals.digest,
     }
+    named = {name: value / totals.weight for name, value in update.sums.named.items()}
+    assert facts.keys().isdisjoint(named), "figures of a loss have names of their own"
+    return facts | named
 
 
 def save(engine: Engine, done: int) -> float:
@@ -174,7 +175,7 @@ def save(engine: Engine, done: int) -> float:
 def agree(engine: Engine, batch: Batch) -> Agreement:
     """Start the all-reduce of the step's sums and digest, and of what rank 0 decides."""
     return Agreement(
-        batch.sums(),
+        batch.counts(),
         batch.digest(),
         save=engine.save_due(batch.step + 1),
         leave=engine.leave_due(),
@@ -197,18 +198,19 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
         losses.append(loss.detach())
         by_source += more[:1] if engine.by_source else []
         if i == last:  # overlaps the last backward pass
-            summing = StepSums(losses, by_source, engine.take_sums(), engine.take_counts())
+            summing = StepSums(losses, by_source, engine.take_sums(), engine.take_expert_tokens())
         with engine.peaks.phase("backward"):
             # Gradients are summed over ranks, never averaged: this is the only division.
             (objective / agreement.wait().weight).backward()
         del objective, loss, more  # else this graph would live through the next forward pass
     with engine.peaks.phase("optimizer"):
         grad_norm = clip(engine.model, engine.grad_clip)
-        if batch.step == 0 and grad_norm == 0.0 and agreement.wait().sums[0]:
+        if batch.step == 0 and grad_norm == 0.0 and agreement.wait().counts.weight:
             refuse_no_gradient(engine)
         assert summing is not None, "a step has a micro-batch, and every rank is in the group"
         sums = summing.wait()
-        engine.count(sums.counts)
+        if sums.expert_tokens is not None:
+            engine.experts = sums.expert_tokens + (0 if engine.experts is None else engine.experts)
         waited_s = settle(engine)
         bad = is_bad(engine, sums.loss / agreement.wait().weight, grad_norm)
         if bad:
@@ -325,28 +327,30 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int, bool]]:
 def evaluate(
     engine: Engine,
     batches: Iterable[Any],
-    measure: Callable[[Any, int, Any], Sequence[float]],
-) -> list[float]:
+    measure: Callable[[Any, int, Any], Mapping[Any, float]],
+) -> dict[Any, float]:
     """Run the model in eval mode on all micro-batches; return what `measure` gives, summed.
 
-    `measure(batch, i, output)` returns figures of micro-batch i; they are summed over all ranks,
-    each of which has equally many batches.
+    `measure(batch, i, output)` returns figures of micro-batch i, by the same names in each; they
+    are summed over all ranks, each of which has equally many batches.
 
     Raises:
         Interrupted: the evaluation is interruptible, and the ranks leave; before a batch.
     """
     engine.phases.begin("evaluating")
     engine.model.eval()
-    sums = []
+    sums, names = list[torch.Tensor](), list[Any]()
     try:
         for batch in batches:
             if engine.interruptible and (leave := leave_now(engine)):
                 raise Interrupted(leave)
             for i in range(len(batch.rows)):
                 output = engine.model(**inputs(batch, i, engine.device))
-                sums.append(torch.tensor(measure(batch, i, output), dtype=torch.float64))
+                figures = measure(batch, i, output)
+                names = list(figures)
+                sums.append(torch.tensor(list(figures.values()), dtype=torch.float64))
     finally:
         engine.model.train()
     whole = torch.stack(sums).sum(0)
     dist.all_reduce(whole, group=engine.control)
-    return list(whole.tolist())
+    return dict(zip(names, whole.tolist(), strict=True))

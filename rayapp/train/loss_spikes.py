@@ -5,7 +5,7 @@
 
 LEVEL spikes in a row that lie close together are a new level (the data have changed, say): the last
 of them is no spike, and later losses are compared with the new level. A run that diverges rises
-again soon, so there is no second new level before WINDOW more steps without a spike.
+again soon, so there is no second new level before RECENT more steps without a spike.
 
 All ranks have the same losses and so decide alike. Checkpoints hold all fields, so that a resumed
 run decides like one that was never interrupted.
@@ -18,28 +18,28 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-WINDOW = 64  # losses that a step is compared with
+RECENT = 64  # losses that a step is compared with
 FEWEST = 16  # with fewer, no finite loss is a spike
 SMALLEST_SPREAD = 1e-3  # of the mean, so that nearly equal losses make no spike of a small rise
 LEVEL = 8  # spikes in a row that may be a new level
 
 
 class Spikes:
-    """The losses of the last WINDOW steps that were not spikes, in nats per token or image."""
+    """The losses of the last RECENT steps that were not spikes, in nats per token or image."""
 
     def __init__(
         self,
         sigmas: float,
         losses: Iterable[float] = (),
         in_a_row: Iterable[float] = (),
-        at_level: int = WINDOW,
+        at_level: int = RECENT,
     ) -> None:
         self.sigmas = sigmas
-        self.losses = deque(losses, WINDOW)
+        self.losses = deque(losses, RECENT)
         self.in_a_row = deque(in_a_row, LEVEL)
         """The losses of the spikes just before."""
         self.at_level = at_level
-        """Steps without a spike since the last new level, at most WINDOW."""
+        """Steps without a spike since the last new level, at most RECENT."""
 
     def is_spike(self, loss: float) -> bool:
         """Say whether a loss is a spike (always, if not finite); if not, add it to the losses.
@@ -56,11 +56,11 @@ class Spikes:
             if not self._are_a_level():
                 return True
             rise = statistics.fmean(self.in_a_row) - statistics.fmean(self.losses)
-            self.losses = deque((each + rise for each in self.losses), WINDOW)
+            self.losses = deque((each + rise for each in self.losses), RECENT)
             self.at_level = -1
         self.in_a_row.clear()
         self.losses.append(loss)
-        self.at_level = min(self.at_level + 1, WINDOW)
+        self.at_level = min(self.at_level + 1, RECENT)
         return False
 
     def threshold(self) -> float:
@@ -76,6 +76,6 @@ class Spikes:
 
     def _are_a_level(self) -> bool:
         """Say whether the spikes in a row are within a band as wide as the threshold is high."""
-        if len(self.in_a_row) < LEVEL or self.at_level < WINDOW:
+        if len(self.in_a_row) < LEVEL or self.at_level < RECENT:
             return False
         return max(self.in_a_row) - min(self.in_a_row) <= self._margin()

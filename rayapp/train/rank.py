@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import StepRecord
+from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.metrics_log import MetricsLog
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
@@ -31,7 +31,7 @@ from rayapp.train.checkpoint.state import restore, start_from, state_tensors, st
 from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
-from rayapp.train.step_sync import MOVE, STAY
+from rayapp.train.step_sync import CONTINUE, RESTART
 from rayapp.train.trainer import Trainer
 
 
@@ -46,8 +46,8 @@ class RankContext:
     """Say which nodes of the run are being preempted, None if none; all ranks call it together."""
     free_workers: Callable[[], int] | None = None
     """Return how many more workers the cluster has room for; None: the run wants no more."""
-    on_record: Callable[[StepRecord], None] = lambda record: None
-    """Called with each step's record, on every rank."""
+    on_record: Callable[[MetricsLine], None] = lambda record: None
+    """Called with each step's line of metrics.jsonl, on every rank."""
     phases: Phases = field(default_factory=Phases)
     """Says what the rank does, and takes the seconds of its phases."""
 
@@ -73,7 +73,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     phases.begin("compiling" if spec.config.train.compile else "checking the model")
     warmed_up = trainer.warm_up()
     phases.end("compile")
-    log = metrics.MetricsLog(storage, first_step) if rank == 0 else None
+    log = MetricsLog(storage, first_step) if rank == 0 else None
     attempt = [log.attempt if log else 0]
     dist.broadcast_object_list(attempt, src=0, group=control)
     saver = make_saver(spec, storage, log)
@@ -83,7 +83,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     def poll() -> int:
         notice = context.preemption()
         notices.extend([notice] if notice else [])
-        return MOVE if notice else STAY
+        return RESTART if notice else CONTINUE
 
     engine = trainer.engine(control)
     engine.attempt, engine.poll, engine.phases = attempt[0], poll, phases
@@ -92,7 +92,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     try:
         if not first_step:
             before = partial(trainer.before_first_step, engine)
-            _, engine.left = loop.evaluate_or_leave(engine, before, STAY)
+            _, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
             phases.end("before_first_step")
         last = None if engine.left else train(engine, context, first_step, log, phases)
         phases.begin("committing the last checkpoint")
@@ -102,7 +102,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
             log.close()
         if leaving:
             leaving.close()
-    steps = last.step if last else first_step
+    steps = last["step"] if last else first_step
     status = status_of(engine, steps >= spec.order.num_steps)
     summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
     summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
@@ -117,7 +117,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     return {**summary, "seconds": phases.seconds}
 
 
-def make_saver(spec: AnySpec, storage: Storage, log: metrics.MetricsLog | None) -> Checkpointer:
+def make_saver(spec: AnySpec, storage: Storage, log: MetricsLog | None) -> Checkpointer:
     """Return this run's Checkpointer; `log` is the metrics log on rank 0, None on other ranks.
 
     Before an asynchronous save commits, it waits until the record of its step is stored.
@@ -137,19 +137,19 @@ def train(
     engine: Engine,
     context: RankContext,
     first_step: int,
-    log: metrics.MetricsLog | None,
+    log: MetricsLog | None,
     phases: Phases,
-) -> StepRecord | None:
-    """Run the steps from `first_step` on, log their records (rank 0), and return the last one."""
-    last: StepRecord | None = None
+) -> MetricsLine | None:
+    """Run the steps from `first_step` on, log their lines (rank 0), and return the last one."""
+    last: MetricsLine | None = None
     phases.begin("waiting for the first rows")
-    for record in loop.train(engine, context.open_steps(first_step)):
+    for line in loop.train(engine, context.open_steps(first_step)):
         if last is None:
             phases.end("first_step")
-        last = record
+        last = line
         if log:
-            log.write(record)
-        context.on_record(record)
+            log.write(line)
+        context.on_record(line)
     phases.end("train")
     return last
 
@@ -158,7 +158,7 @@ def status_of(engine: Engine, complete: bool) -> str:
     """Say how training ended: done, moved (the workers left to be started again) or stopped."""
     if complete:
         return DONE
-    return MOVED if engine.left == MOVE else STOPPED
+    return MOVED if engine.left == RESTART else STOPPED
 
 
 def schedule(

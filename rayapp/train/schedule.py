@@ -11,7 +11,7 @@ from rayapp.config import RunConfig
 from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.storage import Storage
-from rayapp.train.step_sync import MOVE, STAY, STOP
+from rayapp.train.step_sync import CONTINUE, RESTART, STOP
 
 STOP_POLL_S = 2.0
 NOTICE_POLL_S = 2.0
@@ -55,10 +55,10 @@ class LeaveWatcher:
 
     Every STOP_POLL_S seconds it looks for the STOP file in the run's folder, and every ROOM_POLL_S
     seconds it asks `free_workers` how many more workers the cluster has room for. If some fit
-    twice in a row, the workers leave (MOVE), so that the driver starts more of them.
+    twice in a row, the workers leave (RESTART), so that the driver starts more of them.
 
     Every LEASE_POLL_S seconds it looks at the lease. If the driver has not renewed it for
-    LEASE_LEFT_S seconds, the workers save and leave (MOVE). If another driver holds it, training
+    LEASE_LEFT_S seconds, the workers save and leave (RESTART). If another driver holds it, training
     must end at once, as the other driver's workers write the same files: `due` raises.
     """
 
@@ -66,7 +66,7 @@ class LeaveWatcher:
         self, storage: Storage, free_workers: Callable[[], int] | None = None, clock: Clock = CLOCK
     ) -> None:
         self._storage, self._free_workers, self._clock = storage, free_workers, clock
-        self._leave, self._closed = STAY, clock.event()
+        self._leave, self._closed = CONTINUE, clock.event()
         self._noticed_at = clock.monotonic()
         self.reason = ""
         """Why the workers move, as text for the user."""
@@ -75,7 +75,7 @@ class LeaveWatcher:
         self._watching = Call(clock, self._watch, "leaving")
 
     def due(self) -> int:
-        """Return STAY, STOP or MOVE, as the thread found it last.
+        """Return CONTINUE, STOP or RESTART, as the thread found it last.
 
         Raises:
             LeaseLost: another driver has taken the run over.
@@ -116,7 +116,7 @@ class LeaveWatcher:
                 if before and fitted:
                     more = min(before, fitted)
                     self.reason = f"{more} more worker{'s fit' if more > 1 else ' fits'}"
-                    self._leave = MOVE
+                    self._leave = RESTART
 
     def _look_at_lease(self) -> None:
         """Leave if the driver no longer renews its lease; a run without a driver has none."""
@@ -131,7 +131,7 @@ class LeaveWatcher:
             self._holder = holder or self._holder
         elif now - self._renewed[1] >= run_folder.LEASE_LEFT_S:
             self.reason = f"the driver has not renewed its lease for {now - self._renewed[1]:.0f} s"
-            self._leave = MOVE
+            self._leave = RESTART
 
 
 def _holder_id(storage: Storage) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from rayapp.config import Config, RunConfig, VisionConfig
 from rayapp.data.images.index import Images
 from rayapp.data.prepared import Prepared
-from rayapp.data.tasks import TaskItems
+from rayapp.data.task_items import TaskItems
 from rayapp.order import Order
 from rayapp.storage import open_storage
 
@@ -44,7 +44,7 @@ class TrainingData(Protocol):
         """The number of held-out rows."""
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """What the driver does beside the training: it prepares the rows of later steps."""
 
     problem: str | None

@@ -1,6 +1,6 @@
 """Sum a step's losses and counts over all ranks: one all-reduce that overlaps the backward pass.
 
-summing = StepSums(losses, by_source, engine.take_sums(), engine.take_counts())
+summing = StepSums(losses, by_source, engine.take_sums(), engine.take_expert_tokens())
 summing.wait().loss
 """
 
@@ -18,10 +18,11 @@ class Sums(NamedTuple):
     """The sums of a step over all ranks."""
 
     loss: float
+    """Cross-entropy in nats."""
     by_source: list[float]
     """The losses of each source, if there are several."""
     named: dict[str, float]
-    counts: Tensor | None
+    expert_tokens: Tensor | None
     """Tokens that each expert was given, fp64 [layers, experts]; None without experts."""
     imbalance: float | None
     """The busiest expert's tokens over the mean, in the layer where this is the most."""
@@ -35,16 +36,17 @@ class StepSums:
         losses: Sequence[Tensor],
         by_source: Sequence[Tensor],
         named: dict[str, Tensor],
-        counts: Tensor | None,
+        expert_tokens: Tensor | None,
     ) -> None:
         """Start the all-reduce of each micro-batch's loss, and of its losses by source."""
-        self._names, self._shape = list(named), None if counts is None else counts.shape
+        self._names = list(named)
+        self._shape = None if expert_tokens is None else expert_tokens.shape
         whole = torch.stack([torch.stack(list(losses)).double().sum(), *named.values()])
         self._sources = len(by_source[0]) if by_source else 0
         if by_source:
             whole = torch.cat([whole, torch.stack(list(by_source)).sum(0)])
-        if counts is not None:
-            whole = torch.cat([whole, counts.double().flatten()])
+        if expert_tokens is not None:
+            whole = torch.cat([whole, expert_tokens.double().flatten()])
         self._whole = whole
         self._work = dist.all_reduce(whole, async_op=True)
 

@@ -1,16 +1,15 @@
 """Agree on a step's totals across ranks: one small all-reduce that overlaps the first forward pass.
 
-    agreement = Agreement((tokens, documents), digest, save=due, leave=STAY, poll=False, group=gloo)
+    agreement = Agreement(batch.counts(), digest, save=due, leave=CONTINUE, poll=False, group=gloo)
     ...
-    agreement.wait().sums  # over all ranks
+    agreement.wait().counts  # over all ranks
 
-The message is 5 int64 and the sums, in host memory. Only rank 0 decides whether to save, leave or
+The message is 5 int64 and the counts, in host memory. Only rank 0 decides whether to save, leave or
 poll; the other ranks send zeros there, so that the sum is rank 0's decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,38 +17,39 @@ import torch
 import torch.distributed as dist
 
 from rayapp import order
+from rayapp.order import StepCounts
 
-STAY, STOP, MOVE = 0, 1, 2  # after this step: go on, end the run, leave to be started again
+CONTINUE, STOP, RESTART = 0, 1, 2  # after this step: go on, end the run, leave to be started again
 
 
 @dataclass(frozen=True)
 class Totals:
     """The sums over all ranks of a step, and what to do after it."""
 
-    sums: tuple[int, ...]
+    counts: StepCounts
     digest: str
     """Of all rows of the step; it does not depend on how the ranks share them."""
     save: bool
     leave: int
-    """STAY, STOP or MOVE."""
+    """CONTINUE, STOP or RESTART."""
     poll: bool
 
     @property
     def weight(self) -> int:
-        """The divisor of the loss: the first sum, at least 1."""
-        return max(self.sums[0], 1)
+        """The divisor of the loss, at least 1."""
+        return max(self.counts.weight, 1)
 
 
 class Agreement:
     """The all-reduce of a step's totals, while it is under way."""
 
     def __init__(
-        self, sums: Sequence[int], digest: int, *, save: bool, leave: int, poll: bool, group: Any
+        self, counts: StepCounts, digest: int, *, save: bool, leave: int, poll: bool, group: Any
     ) -> None:
         """Start the all-reduce; `digest` is the sum of this rank's row digests, `group` is gloo."""
         digest %= 2**64
         # The digest is sent in halves, so that sums over ranks cannot overflow an int64.
-        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(poll), *sums]
+        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(poll), *counts.flat()]
         self._message = torch.tensor(parts, dtype=torch.int64)
         self._work = dist.all_reduce(self._message, group=group, async_op=True)
         self._totals: Totals | None = None
@@ -59,7 +59,7 @@ class Agreement:
         if self._totals is None:
             assert self._work is not None, "every rank is in the group"
             self._work.wait()
-            high, low, save, leave, poll, *sums = map(int, self._message)
+            high, low, save, leave, poll, *counts = map(int, self._message)
             whole = order.combine([high << 32, low])
-            self._totals = Totals(tuple(sums), whole, save > 0, leave, poll > 0)
+            self._totals = Totals(StepCounts.of_flat(counts), whole, save > 0, leave, poll > 0)
         return self._totals

@@ -12,7 +12,8 @@ from torch import nn
 
 from rayapp import hardware
 from rayapp.observe.activity import Phases
-from rayapp.observe.records import HeldOut, Outcome
+from rayapp.observe.metrics import HeldOut
+from rayapp.observe.records import FinalFigures
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
@@ -72,7 +73,7 @@ class Trainer(ABC):
         """Return how many tokens or images so many steps are, for a checkpoint's state.json."""
         return {}
 
-    def warm_up(self) -> Outcome:
+    def warm_up(self) -> FinalFigures:
         """Prepare the first step, e.g. compile; return fields for the summary."""
         return {}
 
@@ -84,7 +85,7 @@ class Trainer(ABC):
         return {}
 
     @abstractmethod
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
         """Evaluate and export the model, and say so in `phases`."""
 
 

@@ -29,9 +29,10 @@ from rayapp.model.classifier import (
 )
 from rayapp.model.moving_averages import Average, Settling, batch_norms, discard, use_batch_norm
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import ImageRecord
-from rayapp.observe.records import Classes, HeldOut, Outcome
+from rayapp.observe.metrics import HeldOut, MetricsLine, line_of
+from rayapp.observe.records import Classes, FinalFigures
 from rayapp.observe.run_folder import MODEL
+from rayapp.order import StepCounts
 from rayapp.storage import Storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
@@ -110,9 +111,9 @@ class ImageTrainer(Trainer):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> Outcome:
+    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
         """Evaluate and export the model, with the moving average of the weights if there is one."""
-        outcome: Outcome = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        outcome: FinalFigures = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
         if self.spec.data.held_out:
             scores = self.scores(engine)
             table = scores.table(self.spec.data.classes)
@@ -184,23 +185,23 @@ def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
 def image_record(
     mfu_per_image: float | None,
     facts: dict[str, Any],
-    sums: tuple[int, ...],
+    counts: StepCounts,
     losses: Sums,
     busy_s: float,
-) -> ImageRecord:
-    """Make a step's record from the loop's fields and the batch's sum, the number of images.
+) -> MetricsLine:
+    """Make a step's line from the loop's fields and the counts of the batch.
 
     `mfu_per_image` is the MFU, 0-1, at one image per second. `busy_s` is the step's seconds without
     checkpoint stalls and evaluation.
     """
-    images_per_s = sums[0] / busy_s
-    return ImageRecord(
-        **facts,
-        images=sums[0],
-        images_per_s=images_per_s,
-        images_per_s_per_gpu=images_per_s / facts["workers"],
-        mfu=None if mfu_per_image is None else images_per_s * mfu_per_image,
-    )
+    images_per_s = counts.images / busy_s
+    figures: dict[str, object] = {
+        "images": counts.images,
+        "images_per_s": images_per_s,
+        "images_per_s_per_gpu": images_per_s / facts["workers"],
+        "mfu": None if mfu_per_image is None else images_per_s * mfu_per_image,
+    }
+    return line_of(IMAGES, facts, figures)
 
 
 def mfu_per_image(spec: ImageSpec, device: torch.device) -> float | None:
@@ -251,14 +252,14 @@ def evaluate(engine: Engine, batches: Iterable[StepImages], classes: int) -> Sco
     """Classify this rank's batches; return the scores over all ranks, which call it together."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
 
-    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> list[float]:
+    def measure(batch: StepImages, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
         _, loss, logits = output
         labels = torch.from_numpy(batch.inputs(i)["labels"])
         likely = logits.topk(min(TOP, classes), -1).indices.cpu()
         places = labels * classes + likely[:, 0]
         confusion.view(-1).add_(torch.bincount(places, minlength=classes**2))
-        return [float(loss), float((likely == labels[:, None]).sum())]
+        return {"loss": float(loss), "top5": float((likely == labels[:, None]).sum())}
 
-    loss, top5 = loop.evaluate(engine, batches, measure)
+    sums = loop.evaluate(engine, batches, measure)
     dist.all_reduce(confusion, group=engine.control)
-    return Scores(loss, round(top5), confusion)
+    return Scores(sums["loss"], round(sums["top5"]), confusion)

@@ -23,10 +23,10 @@ import yaml
 from rich.console import Console
 
 from rayapp.config import Config, load
-from rayapp.data import prepare as preparation
-from rayapp.data.rows import TokenRows, local_steps
+from rayapp.data import preparation as preparation
+from rayapp.data.token_rows import TokenRows, local_steps
 from rayapp.finetune.check import check, settle
-from rayapp.finetune.prepare import prepare
+from rayapp.finetune.prepared_run import prepare
 from rayapp.observe.activity import Phases
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec

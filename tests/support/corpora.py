@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from xxhash import xxh3_64_intdigest
 
-from rayapp.data.rows import PLACED
+from rayapp.data.token_rows import PLACED
 from rayapp.storage import Storage
 
 TEXTS = [f"{n:03d} " + "abcdefghij\n"[: n % 11] * (n % 9) if n % 11 else "" for n in range(90)]

@@ -24,8 +24,8 @@ from processes import spawn
 
 from rayapp.config import from_dict
 from rayapp.data import prepared as prepared_data
-from rayapp.data.rows import local_steps
-from rayapp.finetune.prepare import order_of
+from rayapp.data.token_rows import local_steps
+from rayapp.finetune.prepared_run import order_of
 from rayapp.observe import metrics
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage

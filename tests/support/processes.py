@@ -16,16 +16,9 @@ import torch.multiprocessing as mp
 
 # What takes a process ten seconds to import is imported once, by the server that it is forked from.
 PRELOADED = ["pytest", "hypothesis.strategies", "transformers.models.auto", "peft"]
-PRELOADED += [
-    "torch.distributed.fsdp",
-    "rayapp.finetune.trainer",
-    "rayapp.vision.classifier_trainer",
-]
-PRELOADED += [
-    "rayapp.train.checkpoint.saver",
-    "rayapp.finetune.prepare",
-    "rayapp.vision.classifier_run",
-]
+PRELOADED += ["torch.distributed.fsdp", "rayapp.finetune.trainer", "rayapp.finetune.prepared_run"]
+PRELOADED += ["rayapp.vision.classifier_trainer", "rayapp.vision.classifier_run"]
+PRELOADED += ["rayapp.train.checkpoint.saver"]
 PRELOADED += ["frozen_heap"]  # the last
 
 

@@ -2,8 +2,8 @@
 
     folder = RunFolder(storage, "demo", steps=500); folder.train(500); folder.end("done")
 
-Lines are real StepRecords through the real MetricsLog, the config is a real Config, the plan is the
-real planner's, so that a field which changes its name changes here too.
+Lines have the real fields and pass the real MetricsLog, the config is a real Config, the plan is
+the real planner's, so that a field which changes its name changes here too.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import numpy as np
 
 from rayapp import planner
 from rayapp.config import Config, load
+from rayapp.config.fields import TOKENS
 from rayapp.data.prepared import Prepared
 from rayapp.data.report import summed
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import ENDED, INTERRUPTED, RESUMED, STARTED, WORKERS, read_events
-from rayapp.observe.metrics import MetricsLog, TokenRecord
+from rayapp.observe.metrics import MetricsLine, line_of
+from rayapp.observe.metrics_log import MetricsLog
 from rayapp.observe.result import step_s
 from rayapp.observe.run_folder import EVENTS
 from rayapp.storage import Storage
@@ -95,15 +97,15 @@ class RunFolder:
         for count in range(steps):
             self.step += 1
             record = self.record(FIRST_STEP_S if count == 0 else 0.0, **values)
-            self.now = record.time
+            self.now = record["time"]
             self.log.write(record)
             if count == 0:
                 facts = {"attempt": self.attempt, "step": self.step - 1}
-                facts |= {"first_step_s": record.step_s, "lost_steps": len(lost)}
+                facts |= {"first_step_s": record["step_s"], "lost_steps": len(lost)}
                 self.add(RESUMED, lost_s=1.1 * len(lost), **facts)
         self.log.close()
 
-    def record(self, more_s: float = 0.0, **values: Any) -> TokenRecord:
+    def record(self, more_s: float = 0.0, **values: Any) -> MetricsLine:
         """Draw the record of a step."""
         part = self.step / self.steps
         loss = 1.9 + 9.0 * math.exp(-9.0 * part**0.6) + float(self.random.normal(0, 0.06))
@@ -142,7 +144,7 @@ class RunFolder:
             "eval_loss": held,
             "eval_loss_per_byte": None if held is None else held / 4.31,
         }
-        return TokenRecord(**numbers | values)
+        return line_of(TOKENS, numbers, values)
 
     def interrupt(self, kind: str = "failure", reason: str = "rank 3: the node died") -> None:
         trained_until = self.now

@@ -39,7 +39,7 @@ from rayapp.storage.base import Entries, Names, changed
 from rayapp.train.checkpoint import marker
 from rayapp.train.checkpoint.commit import claim, commit, sweep
 from rayapp.train.schedule import LeaveWatcher
-from rayapp.train.step_sync import MOVE, STAY
+from rayapp.train.step_sync import CONTINUE, RESTART
 
 LATE_S = 12.0
 PATIENCE_S = 120.0  # for which a client repeats a request
@@ -447,8 +447,8 @@ class Group:
         attempt = 1 + max((line["attempt"] for line in self._lines()), default=0)
         self._store(lines)
         watcher = LeaveWatcher(self.run, None, self.clock)
-        leave = STAY
-        while step < STEPS and leave == STAY:
+        leave = CONTINUE
+        while step < STEPS and leave == CONTINUE:
             self.clock.sleep(world.random.uniform(1.0, 6.0))
             if step == world.bad_step or step in world.weak_steps:
                 world.weak_steps.discard(step)
@@ -459,10 +459,10 @@ class Group:
             lines.append({**LINE, "step": step, "attempt": attempt, "time": self.clock.time()})
             self._store(lines)
             self.step = step
-            if step % 3 == 0 or step == STEPS or leave != STAY:
+            if step % 3 == 0 or step == STEPS or leave != CONTINUE:
                 self._save(step)
         watcher.close()
-        status = "done" if step >= STEPS else "moved" if leave == MOVE else "stopped"
+        status = "done" if step >= STEPS else "moved" if leave == RESTART else "stopped"
         summary = {"status": status, "steps": step, "first_step": first, "entered": entered}
         return {**summary, "notice": False, "reason": watcher.reason, "seconds": {}}
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from rayapp import model
 from rayapp.config import Lora
 from rayapp.data.packing import IGNORE
-from rayapp.data.rows import StepRows
+from rayapp.data.token_rows import StepRows
 from rayapp.train import loop
 from rayapp.train.engine import Engine
 from rayapp.train.loss import chunked_cross_entropy

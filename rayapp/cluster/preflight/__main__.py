@@ -32,7 +32,7 @@ from rayapp.cluster.preflight.facts import (
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.jobs import secrets
-from rayapp.observe.console import Console
+from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import Exit
 from rayapp.storage import StorageError, open_storage
 

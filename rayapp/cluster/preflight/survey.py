@@ -32,7 +32,7 @@ from rayapp.cluster.preflight.facts import (
 from rayapp.cluster.preflight.group_worker import GroupMeasurement, GroupWorker, rounds
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
 from rayapp.config import Config, RunConfig
-from rayapp.observe.ending import reason_of
+from rayapp.observe.attempts import reason_of
 from rayapp.storage import StorageError, open_storage
 
 CLOCK_ASKED = 5  # requests; the one with the shortest round trip counts

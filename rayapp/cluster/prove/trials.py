@@ -24,7 +24,7 @@ from pathlib import Path
 from rayapp.cluster.capacity import wait_for_workers
 from rayapp.cluster.prove.account import AwsAccount, Failed
 from rayapp.observe import metrics, status
-from rayapp.observe.ending import FAILURE, PREEMPTION
+from rayapp.observe.attempts import FAILURE, PREEMPTION
 from rayapp.observe.goodput import interruptions, read_events
 from rayapp.observe.records import Interruption
 from rayapp.observe.run_folder import DONE, EXIT_CODES, RESULT, STOPPED

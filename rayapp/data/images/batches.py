@@ -19,7 +19,7 @@ import numpy as np
 from rayapp.config.vision import ImageDataConfig
 from rayapp.data.images.augment import Pixels, augmented, centred, mix, seed_of
 from rayapp.data.images.index import ImageRows, Images
-from rayapp.order import EMPTY, Order
+from rayapp.order import EMPTY, Order, StepCounts
 
 if TYPE_CHECKING:
     from rayapp.data.stream import Arrays, Fields, Shard, Stream
@@ -48,9 +48,10 @@ class StepImages:
     rows: np.ndarray[Any, Any]
     """int64 [m, b], number of the image in the data set, EMPTY where there is none"""
 
-    def sums(self) -> tuple[int, ...]:
-        """Return the number of images."""
-        return (int((self.rows != EMPTY).sum()),)
+    def counts(self) -> StepCounts:
+        """Return the number of this rank's images, which divides the loss."""
+        images = int((self.rows != EMPTY).sum())
+        return StepCounts(weight=images, images=images)
 
     def digest(self) -> int:
         """Return the sum of the images' digests."""

@@ -15,13 +15,11 @@ together, once, whatever units its records are in.
 
 from __future__ import annotations
 
-from rayapp.data.sources.content import content_key
 from rayapp.data.sources.cutting import units, windows
 from rayapp.data.sources.finding import find
 from rayapp.data.sources.json_lines import LongText
 from rayapp.data.sources.own import RecordReader, is_own
-from rayapp.data.sources.reading import drawn_of, file_of, is_eval, place_of, read_piece
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     Block,
     DataFile,
     DataSource,
@@ -30,6 +28,14 @@ from rayapp.data.sources.records import (
     Record,
     SourceError,
     printable,
+)
+from rayapp.data.sources.pieces import (
+    content_key,
+    drawn_of,
+    file_of,
+    is_eval,
+    place_of,
+    read_piece,
 )
 
 __all__ = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 
-from rayapp.data.sources.records import SourceError
+from rayapp.data.sources.parts import SourceError
 
 SUFFIXES = {
     "text": (".txt", ".md", ".rst", ".py", ".text"),

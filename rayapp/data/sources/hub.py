@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rayapp.data.sources.records import Record, SourceError
+from rayapp.data.sources.parts import Record, SourceError
 
 ID = re.compile(
     r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from rayapp.config.code import CodeError, load_code
 from rayapp.config.code_digest import source_digest
-from rayapp.data.sources.records import DataSource, Record, SourceError, opened, printable
+from rayapp.data.sources.parts import DataSource, Record, SourceError, opened, printable
 
 FIELD = "data.format"
 
@@ -45,7 +45,11 @@ def version(format: str) -> str:
 def read(root: str, name: str, format: str) -> Iterator[Record]:
     """Yield the records that the function makes of a file."""
     url = f"{opened(root).url.rstrip('/')}/{name}"
-    for row, value in enumerate(_function(format)(url)):
+    try:
+        function: RecordReader = load_code(FIELD, format, checked=True)
+    except CodeError as error:
+        raise SourceError(str(error)) from error
+    for row, value in enumerate(function(url)):
         good = isinstance(value, (str, Mapping))
         problem = None if good else f"is {type(value).__name__}, neither a mapping nor text"
         yield Record(
@@ -64,11 +68,3 @@ def failure(source: DataSource, file: str, error: Exception, after: str) -> Sour
     url, first = printable(f"{source.root}/{file}"), next(iter(str(error).splitlines()), "")
     why = f"{url}{after}: {type(error).__name__}: {first}{at}"
     return SourceError(f"{FIELD}={source.format} fails on {why}. Correct the function")
-
-
-def _function(format: str) -> RecordReader:
-    try:
-        function: RecordReader = load_code(FIELD, format, checked=True)
-    except CodeError as error:
-        raise SourceError(str(error)) from error
-    return function

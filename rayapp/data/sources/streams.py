@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of, is_compressed
 from rayapp.data.sources.json_lines import LINE_BYTES, TOO_LONG, line_value
-from rayapp.data.sources.records import (
+from rayapp.data.sources.parts import (
     DataSource,
     Piece,
     Record,

@@ -1,0 +1,140 @@
+"""Read the items of eval.tasks, and make tokens of what is asked and of the wanted answers.
+
+records, problems = read_records("dates", config.eval.tasks["dates"])
+task, problems = items_of(records, Renderer(tokenizer, records.kind))
+task.items[0].wanted
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import numpy as np
+
+from rayapp.config.fields import RecordKind
+from rayapp.config.tasks import EvalTask
+from rayapp.data import first_records, shapes, sources
+from rayapp.data.documents import Renderer
+from rayapp.data.kinds import messages_of, problem_of
+from rayapp.data.messages import said_by
+from rayapp.data.packing import Document
+from rayapp.data.prepared import reasons
+from rayapp.storage import StorageError
+
+
+@dataclass(frozen=True)
+class TaskRecords:
+    """The standard records of a task, prompts or chats, each with its place in a file."""
+
+    name: str
+    task: EvalTask
+    kind: RecordKind
+    records: tuple[tuple[str, Mapping[str, Any]], ...]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question, as a reader and as the model sees it."""
+
+    asked: str
+    """The prompt, or the last message before the answer."""
+    wanted: str
+    prompt: tuple[int, ...]
+    """Tokens: what the model reads before it answers."""
+    answer: tuple[int, ...]
+    """Tokens of the wanted answer."""
+
+
+@dataclass(frozen=True)
+class TaskItems:
+    """A task with its items."""
+
+    name: str
+    task: EvalTask
+    items: tuple[Item, ...]
+
+
+def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[str]]:
+    """Return a task's records, or None and what is wrong with them."""
+    field = f"eval.tasks.{name}.path"
+    try:
+        source = sources.find(task.path, "auto")
+        found = first_records.inspect(task.path, source, "auto", 0.0)
+        if found.problems:
+            return None, [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
+        every = [
+            record
+            for unit in sources.units(source, 0.0)
+            for piece in unit.pieces
+            for record in shapes.read_records(source, piece, found.kind, {})
+        ]
+    except (sources.SourceError, StorageError) as error:
+        text = str(error)
+        text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
+        return None, [text.replace("data.path=", f"{field}=", 1)]
+    if found.kind == "text":
+        return None, [
+            f"{field}={task.path} is without answers: its records are texts. Give prompts with "
+            "completions, or chats"
+        ]
+    places = [sources.place_of(source, record.file, record.place) for record in every]
+    problems = [record.problem or _problem_of(record.value, found.kind) for record in every]
+    if wrong := _unusable(f"{field}={task.path}", places, problems):
+        return None, wrong
+    values = [record.value for record in every]
+    return TaskRecords(name, task, found.kind, tuple(zip(places, values, strict=True))), []
+
+
+def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, list[str]]:
+    """Return a task with its items, or None and which records cannot be rendered."""
+    made = renderer.documents([record for _, record in found.records])
+    problems = [
+        note if document is None else None if document.loss.any() else "has no answer to learn"
+        for document, note in made
+    ]
+    field = f"eval.tasks.{found.name}.path={found.task.path}"
+    if wrong := _unusable(field, [place for place, _ in found.records], problems):
+        return None, wrong
+    items = tuple(
+        _item(record, found.kind, document)
+        for (_, record), (document, _) in zip(found.records, made, strict=True)
+        if document is not None
+    )
+    return TaskItems(found.name, found.task, items), []
+
+
+def _unusable(what: str, places: list[str], problems: list[str | None]) -> list[str]:
+    wrong = [(place, why) for place, why in zip(places, problems, strict=True) if why]
+    if not wrong:
+        return []
+    found = reasons(Counter(why for _, why in wrong), wrong)
+    return [f"{what} is unusable in {len(wrong)} of {len(places)} records: {found}. Correct them"]
+
+
+def _problem_of(value: Any, kind: RecordKind) -> str | None:
+    if problem := problem_of(value, kind):
+        return problem
+    if any(message["role"] != "assistant" for message in messages_of(value, kind)[-1:]):
+        return "does not end with an answer of the assistant"
+    return None
+
+
+def _item(record: Mapping[str, Any], kind: RecordKind, document: Document) -> Item:
+    """Make an item of a record; the answer is the last run of tokens that bear loss."""
+    last = int(np.flatnonzero(document.loss)[-1])
+    first = last - int(np.argmin(np.append(document.loss[:last][::-1], False)))
+    tokens = document.tokens.tolist()
+    match kind:
+        case "text":
+            raise AssertionError("read_records refuses texts, which have no answers")
+        case "prompt":
+            asked, wanted = record["prompt"], record["completion"]
+        case "chat":
+            *before, answer = record["messages"]
+            asked, wanted = said_by(before[-1]) if before else "", said_by(answer)
+        case _:
+            assert_never(kind)
+    return Item(asked, wanted, tuple(tokens[:first]), tuple(tokens[first : last + 1]))

@@ -1,0 +1,302 @@
+"""Read prepared rows by number, and cut them into the steps of one rank.
+
+    rows = prepared.rows("train")
+    for batch in local_steps(rows, order, rank=0, world=2, first_step=0): ...
+
+A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`): row n is
+record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
+`firsts` says otherwise. A row is contiguous:
+it is read from a memory map, or by a ranged GET, which takes the rows that lie close by too. A
+record is followed by the xxh3 of its bytes and its place, which is checked at each read. Shards
+that the version before wrote lack PLACED in their names, and their checksums are of bytes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
+from rayapp.order import EMPTY, Order, StepCounts, row_digest
+from rayapp.storage import Storage, StorageError
+
+READERS = 16  # concurrent ranged GETs
+GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
+RANGE_BYTES = 8 * 2**20
+PLACED = ".placed.rows"  # the end of the names of shards
+MOST_TRAINED = 0.9  # share of labels above which choosing them costs more than it saves
+CHECKSUM = np.dtype("<u8")
+
+
+def stored_bytes(seq_len: int, columns: int = 0) -> int:
+    """Return the bytes of a record in a shard."""
+    return row_dtype(seq_len, columns).itemsize + CHECKSUM.itemsize
+
+
+def seed_of(url: str) -> int:
+    """Return what the checksums in a file begin with: a number of its folder and name.
+
+    The parts of a file have this and the following seeds, so that none is taken for another.
+    """
+    return xxh3_64_intdigest("/".join(url.split("/")[-2:]).encode())
+
+
+def checksum_of(data: Any, seed: int, number: int = 0) -> int:
+    """Return the checksum of a part of a file, by the seed of the file and the part's number."""
+    return xxh3_64_intdigest(data, (seed + number) % 2**64)
+
+
+def with_checksums(rows: np.ndarray[Any, Any], url: str, first: int) -> np.ndarray[Any, Any]:
+    """Return rows [n] of `row_dtype` as a shard at a URL has them from row `first` on.
+
+    Shapes: uint8 [n, stored_bytes].
+    """
+    plain = rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
+    seed = seed_of(url)
+    checksums = [checksum_of(row.data, seed, number) for number, row in enumerate(plain, first)]
+    return np.concatenate([plain, np.array(checksums, CHECKSUM)[:, None].view(np.uint8)], axis=1)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """One rank's rows of one step: m micro-batches of b rows of S tokens."""
+
+    step: int
+    input_ids: np.ndarray[Any, Any]  # int32 [m, b, S]
+    labels: np.ndarray[Any, Any]  # int32 [m, b, S], IGNORE where a position bears no loss
+    segments: np.ndarray[Any, Any]  # uint16 [m, b, S], 1, 2, ... by document, 0 on padding
+    target_bytes: np.ndarray[Any, Any]  # int64 [m, b], UTF-8 bytes of the loss-bearing labels
+    positions: np.ndarray[Any, Any]  # int64 [m, b], place in the step, EMPTY without a row
+    rows: np.ndarray[Any, Any]  # int64 [m, b], number in the data set, EMPTY without a row
+    source_ends: tuple[int, ...] = ()
+    """Of several sources: behind each, the number of rows up to there; else empty"""
+    ends_block: bool = False
+    """Whether the rows of the next step come in another block; the same on all ranks"""
+    values: np.ndarray[Any, Any] | None = None
+    """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
+
+    def counts(self) -> StepCounts:
+        """Return the counts of this rank's rows; the loss-bearing tokens divide the loss."""
+        targets = (self.labels != IGNORE).sum(-1)  # [m, b]
+        return StepCounts(
+            weight=int(targets.sum()),
+            tokens=int((self.segments != 0).sum()),
+            targets=int(targets.sum()),
+            attended_pairs=attended_pairs(self.segments),
+            target_bytes=int(self.target_bytes.sum()),
+            targets_by_source=tuple(int(targets[mine].sum()) for mine in self.of_source()),
+        )
+
+    def of_source(self) -> np.ndarray[Any, Any]:
+        """Return whether each row is of each source, bool [sources, m, b].
+
+        A place without a row is of the first.
+        """
+        source = np.searchsorted(self.source_ends, self.rows, side="right")  # [m, b]
+        return source == np.arange(len(self.source_ends))[:, None, None]
+
+    def digest(self) -> int:
+        """Return the sum of the rows' digests, which include their positions in the step."""
+        return sum(
+            row_digest(int(position), self.input_ids[i, j])
+            for (i, j), position in np.ndenumerate(self.positions)
+            if position != EMPTY
+        )
+
+    def weight(self, i: int, j: int) -> int:
+        """Return the divisor of one row's loss: its loss-bearing labels."""
+        return int((self.labels[i, j] != IGNORE).sum())
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
+        """Return what the model takes of a micro-batch, or of some of its rows.
+
+        Positions and boundaries are left out if no row holds more than one document: plain causal
+        attention keeps rows apart in every model, and no token sees the padding after its row's.
+        `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
+        source, bool [sources, b], if there are several; `trained` are the places of the labels that
+        bear loss, int64 [labels], unless nearly all do; `values` are float32 [columns, b, S].
+        """
+        segments = self.segments[i][rows]
+        found: dict[str, np.ndarray[Any, Any] | int] = {
+            "input_ids": self.input_ids[i][rows].astype(np.int64),
+            "labels": self.labels[i][rows].astype(np.int64),
+        }
+        if not ((segments == segments[:, :1]) | (segments == 0)).all():
+            found["position_ids"] = position_ids(segments)
+            found["boundaries"] = boundaries(segments)
+            found["longest"] = int(np.diff(found["boundaries"]).max())
+        present = segments != 0
+        if present.any() and not present.all():
+            found["present"] = present
+        trained = self.labels[i][rows] != IGNORE
+        if trained.mean() <= MOST_TRAINED:
+            found["trained"] = np.flatnonzero(trained)
+        if self.source_ends:
+            found["of_source"] = self.of_source()[:, i][:, rows]
+        if self.values is not None:
+            found["values"] = self.values[i][rows].swapaxes(0, 1).copy()
+        return found
+
+
+class Place(NamedTuple):
+    """Where a row is, and where it goes."""
+
+    slot: int  # in the answer
+    name: str  # of the shard
+    number: int  # in the shard
+
+
+class TokenRows:
+    """The rows of one split, by number."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        shards: Sequence[tuple[str, int]],
+        seq_len: int,
+        firsts: Sequence[int] | None = None,
+        columns: int = 0,
+    ) -> None:
+        """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending."""
+        self.storage, self.shards = storage, list(shards)
+        self.seq_len, self.columns = seq_len, columns
+        self.dtype, self._size = row_dtype(seq_len, columns), stored_bytes(seq_len, columns)
+        counts = np.array([count for _, count in self.shards], np.int64)
+        self._len = int(counts.sum())
+        self._firsts = np.cumsum(counts) - counts if firsts is None else np.array(firsts, np.int64)
+        self._maps: dict[str, np.ndarray[Any, Any]] = {}
+        self._seeds = {name: seed_of(f"{storage.url}/{name}") for name, _ in self.shards}
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return self._len
+
+    def numbers(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers of rows at places in [0, len): int64 [n] -> [n]."""
+        counts = np.array([count for _, count in self.shards], np.int64)
+        ends = np.cumsum(counts)
+        shard = np.searchsorted(ends, places, side="right")
+        return self._firsts[shard] + places - (ends - counts)[shard]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_maps": {}, "_pool": None}
+
+    def read(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return records [n] of `row_dtype` for row numbers int64 [n]; EMPTY gives an empty row.
+
+        Raises:
+            StorageError: a row is not what was written.
+        """
+        records = np.zeros(len(ids), self.dtype)
+        records["labels"] = IGNORE
+        present = np.flatnonzero(ids != EMPTY)
+        shard_of = np.searchsorted(self._firsts, ids[present], side="right") - 1
+        places: list[Place] = []
+        for slot, shard in zip(present.tolist(), shard_of.tolist(), strict=True):
+            places.append(Place(slot, self.shards[shard][0], int(ids[slot] - self._firsts[shard])))
+        if self.storage.local_path() is not None:
+            for slot, name, index in places:
+                records[slot] = self._checked(name, index, self._map(name)[index])
+            return records
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READERS)
+        ranges = self._ranges(places)
+        for each, chunk in zip(ranges, self._pool.map(self._fetched, ranges), strict=True):
+            stored = np.frombuffer(chunk, np.uint8).reshape(-1, self._size)
+            for slot, name, index in each:
+                records[slot] = self._checked(name, index, stored[index - each[0].number])
+        return records
+
+    def _ranges(self, places: list[Place]) -> list[list[Place]]:
+        """Group places that one GET reads: neighbours in a shard, or nearly."""
+        ranges: list[list[Place]] = []
+        for place in sorted(places, key=lambda place: place[1:]):
+            if ranges and ranges[-1][-1].name == place.name:
+                gap = (place.number - ranges[-1][-1].number - 1) * self._size
+                size = (place.number - ranges[-1][0].number) * self._size
+                if gap <= GAP_BYTES and size < RANGE_BYTES:
+                    ranges[-1].append(place)
+                    continue
+            ranges.append([place])
+        return ranges
+
+    def _fetched(self, places: list[Place]) -> bytes:
+        first, count = places[0].number, places[-1].number - places[0].number + 1
+        return self.storage.read(places[0].name, first * self._size, count * self._size)
+
+    def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
+        """Return the record in stored bytes, uint8 [stored_bytes]."""
+        plain, checksum = np.split(stored, [self.dtype.itemsize])
+        place = (self._seeds[name], index) if name.endswith(PLACED) else (0, 0)
+        if checksum_of(plain.data, *place) != checksum.view(CHECKSUM)[0]:
+            raise StorageError(
+                "read",
+                f"{self.storage.url}/{name}",
+                f"row {index} has other bytes than were written, or belongs elsewhere",
+                "Delete that file: the run's next command makes it again",
+            )
+        return plain.view(self.dtype)[0]
+
+    def _map(self, name: str) -> np.ndarray[Any, Any]:
+        if name not in self._maps:
+            path = self.storage.local_path(name)
+            assert path is not None
+            stored = np.memmap(path, np.uint8, mode="r")
+            self._maps[name] = stored.reshape(-1, self._size)
+        return self._maps[name]
+
+
+def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:
+    """Read the rows that `rank` of `world` takes in a step."""
+    ids = order.micro_batches(step, rank, world)  # [m, b]
+    positions = np.where(ids == EMPTY, EMPTY, order.places(rank, world))
+    return _batch(rows, step, ids, positions, order.source_ends)
+
+
+def _batch(
+    rows: TokenRows,
+    step: int,
+    ids: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    source_ends: tuple[int, ...],
+) -> StepRows:
+    """Read a batch of rows; shapes: ids and positions int64 [m, b]."""
+    records, shape = rows.read(ids.ravel()), ids.shape
+    return StepRows(
+        step,
+        records["input_ids"].reshape(*shape, -1),
+        records["labels"].reshape(*shape, -1),
+        records["segments"].reshape(*shape, -1),
+        records["target_bytes"].astype(np.int64).reshape(shape),
+        positions,
+        ids,
+        source_ends,
+        values=records["values"].reshape(*shape, rows.columns, -1) if rows.columns else None,
+    )
+
+
+def local_steps(
+    rows: TokenRows, order: Order, rank: int, world: int, first_step: int
+) -> Iterator[StepRows]:
+    """Yield the rest of a run's steps for one rank, read in this process, without Ray."""
+    for step in range(first_step, order.num_steps):
+        yield step_rows(rows, order, step, rank, world)
+
+
+def sequential_batches(
+    rows: TokenRows, micro_batch: int, rank: int, world: int, source_ends: tuple[int, ...] = ()
+) -> Iterator[StepRows]:
+    """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often.
+
+    `source_ends` is as in StepRows.
+    """
+    count = -(-len(rows) // micro_batch)
+    for first in range(0, count, world):
+        ids = (first + rank) * micro_batch + np.arange(micro_batch)
+        ids = np.where(ids < len(rows), ids, EMPTY)
+        yield _batch(rows, first // world, ids[None], ids[None], source_ends)

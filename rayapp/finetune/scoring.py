@@ -1,0 +1,294 @@
+"""Score the model as it is on eval.tasks, on all ranks together, and keep its answers.
+
+    figures = score_tasks(spec, parts, engine, stops, step)     # by task; writes items/STEP.jsonl
+    results = compared(spec.tasks, storage, step)               # before the first step, and after
+
+An item has one answer at any number of workers: which items are computed together does not depend
+on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rayapp.data.packing import IGNORE
+from rayapp.data.task_items import Item, TaskItems
+from rayapp.data.token_rows import StepRows
+from rayapp.finetune.build import Parts
+from rayapp.finetune.samples import generated
+from rayapp.observe.records import Estimate, ScoredItem, TaskResult
+from rayapp.observe.run_folder import items_file
+from rayapp.observe.words import TASK_LOSS
+from rayapp.storage import Storage
+from rayapp.train.engine import Engine, inputs
+from rayapp.train.loop import Interrupted
+from rayapp.train.step_sync import CONTINUE
+from rayapp.train.waiting import leave_now
+
+SHOWN = 6  # items of each task in the result
+Z = 1.96  # of an interval of 95 %
+RESAMPLES = 2000
+TOLERANCE = 1e-6  # of numbers, relative
+NUMBER = re.compile(r"-?\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|-?\.\d+")
+FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def is_right(score: str, answer: str, wanted: str) -> bool:
+    """Say whether an answer is right by one of eval.tasks' scores.
+
+    >>> is_right("number", "So it is 1,024.", "2 ** 10 = 1024"), is_right("exact", "a", "b")
+    (True, False)
+    """
+    return RIGHT[score](answer, wanted)
+
+
+def _exact(answer: str, wanted: str) -> bool:
+    return answer.strip() == wanted.strip()
+
+
+def _normalised(answer: str, wanted: str) -> bool:
+    """As the evaluation of SQuAD compares: no case, punctuation, articles or spaces."""
+
+    def words(text: str) -> list[str]:
+        return ARTICLES.sub(" ", text.casefold().translate(PUNCTUATION)).split()
+
+    return words(answer) == words(wanted)
+
+
+def _number(answer: str, wanted: str) -> bool:
+    """Compare the last numbers, as the evaluation of GSM8K does."""
+    found = [NUMBER.findall(text)[-1:] for text in (answer, wanted)]
+    if not all(found):
+        return False
+    mine, other = (float(numbers[0].replace(",", "")) for numbers in found)
+    return math.isclose(mine, other, rel_tol=TOLERANCE)
+
+
+def _json(answer: str, wanted: str) -> bool:
+    """Compare values; an answer may have them in a fenced block."""
+    fenced = FENCE.search(answer)
+    try:
+        return bool(json.loads(fenced[1] if fenced else answer) == json.loads(wanted))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _regex(answer: str, wanted: str) -> bool:
+    return re.search(wanted, answer) is not None
+
+
+RIGHT: Mapping[str, Callable[[str, str], bool]] = {
+    "exact": _exact,
+    "normalised": _normalised,
+    "number": _number,
+    "json": _json,
+    "regex": _regex,
+}
+
+
+def estimate(right: Sequence[bool]) -> Estimate:
+    """Return the share of right answers with Wilson's interval of 95 %.
+
+    >>> estimate([True] * 9 + [False])
+    {'value': 0.9, 'low': 0.596, 'high': 0.982}
+    """
+    n, share = len(right), sum(right) / len(right)
+    middle = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    low, high = max(0.0, middle - half), min(1.0, middle + half)
+    return {"value": share, "low": round(low, 3), "high": round(high, 3)}
+
+
+def estimated_loss(nats: Sequence[float], tokens: Sequence[int]) -> Estimate:
+    """Return the mean loss in nats per token with an interval of 95 %, by a bootstrap of items."""
+    sums = np.array([nats, tokens], np.float64)  # [2, items]
+    drawn = np.random.default_rng(0).integers(len(nats), size=(RESAMPLES, len(nats)))
+    losses, counts = sums[:, drawn].sum(-1)  # [resamples] each
+    low, high = np.percentile(losses / np.maximum(counts, 1), [2.5, 97.5]).tolist()
+    return {"value": sum(nats) / max(sum(tokens), 1), "low": low, "high": high}
+
+
+def score_tasks(
+    tasks: Sequence[TaskItems],
+    parts: Parts,
+    engine: Engine,
+    storage: Storage,
+    step: int,
+    *,
+    stops: Collection[int],
+    room: int,
+) -> dict[str, float | None]:
+    """Return each task's figure after so many steps; rank 0 keeps the items in the run's folder.
+
+    `room` is the most tokens of a forward pass of several items.
+
+    Raises:
+        Interrupted: the ranks have agreed to leave.
+    """
+    scored, figures = list[ScoredItem](), dict[str, float | None]()
+    for each in tasks:
+        engine.phases.begin("scoring", each.name)
+        how = _losses if each.task.score == TASK_LOSS else partial(_answers, stops=stops)
+        found = how(each, parts, engine, room)
+        scored += found
+        figures[each.name] = _figure(each, found)["value"]
+    if dist.get_rank() == 0:
+        text = "".join(json.dumps(item) + "\n" for item in scored)
+        storage.write(items_file(step), text.encode())
+    return figures
+
+
+def _leave(engine: Engine) -> int:
+    return leave_now(engine) if engine.interruptible else CONTINUE
+
+
+def _answers(
+    task: TaskItems, parts: Parts, engine: Engine, room: int, *, stops: Collection[int]
+) -> list[ScoredItem]:
+    """Let the model answer each item, and judge the answers."""
+    texts = generated(
+        parts,
+        [item.prompt for item in task.items],
+        engine.device,
+        engine.control,
+        task.task.max_tokens,
+        stops=stops,
+        leave=partial(_leave, engine),
+        room=room,
+    )
+    return [
+        {**_told(task, item), "answer": text, "right": is_right(task.task.score, text, item.wanted)}
+        for item, text in zip(task.items, texts, strict=True)
+    ]
+
+
+@torch.no_grad()
+def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
+    """Return the loss of each item's wanted answer; the ranks take the groups in turn."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None)
+    items = [_cut(item, limit) for item in task.items]
+    groups, nats = list(_groups(items, room)), torch.zeros(len(items), dtype=torch.float64)
+    parts.lm.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            for first in range(0, len(groups), world):
+                if code := _leave(engine):
+                    raise Interrupted(code)
+                group = groups[first + rank] if first + rank < len(groups) else []
+                rows = _rows([items[place] for place in group or groups[0][:1]])
+                output = engine.model(**inputs(rows, 0, engine.device))
+                if group:
+                    nats[group] = output[2].double().cpu()
+    finally:
+        parts.lm.train()
+    dist.all_reduce(nats, group=engine.control)
+    return [
+        {**_told(task, item), "nats": loss, "tokens": len(item.answer)}
+        for item, loss in zip(items, nats.tolist(), strict=True)
+    ]
+
+
+def _cut(item: Item, limit: int | None) -> Item:
+    """Return an item without the beginning of a prompt that is too long for the model."""
+    excess = len(item.prompt) + len(item.answer) - 1 - (limit or 2**30)
+    if limit is None or excess <= 0:
+        return item
+    return Item(item.asked, item.wanted, item.prompt[excess:], item.answer[-limit:])
+
+
+def _groups(items: Sequence[Item], room: int) -> list[list[int]]:
+    """Return the places of items whose rows together are at most `room` tokens, or of one item."""
+    groups: list[list[int]] = []
+    sizes = [len(item.prompt) + len(item.answer) for item in items]
+    for place in sorted(range(len(items)), key=sizes.__getitem__):
+        if not groups or (len(groups[-1]) + 1) * sizes[place] > room:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
+
+def _rows(items: Sequence[Item]) -> StepRows:
+    """Return items as the rows of a micro-batch, each of a source of its own."""
+    longest = max(len(item.prompt) + len(item.answer) - 1 for item in items)
+    shape = (1, len(items), longest)
+    ids, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
+    segments = np.zeros(shape, np.uint16)
+    for row, item in enumerate(items):
+        tokens = np.array([*item.prompt, *item.answer], np.int32)
+        ids[0, row, : len(tokens) - 1], segments[0, row, : len(tokens) - 1] = tokens[:-1], 1
+        answer = tokens[max(len(item.prompt), 1) :]
+        labels[0, row, len(tokens) - 1 - len(answer) : len(tokens) - 1] = answer
+    numbers = np.arange(len(items))[None]
+    none = np.zeros((1, len(items)), np.int64)
+    return StepRows(
+        0, ids, labels, segments, none, numbers, numbers, tuple(range(1, len(items) + 1))
+    )
+
+
+def _told(task: TaskItems, item: Item) -> ScoredItem:
+    return {"task": task.name, "asked": item.asked, "wanted": item.wanted}
+
+
+def _figure(task: TaskItems, scored: Sequence[ScoredItem]) -> Estimate:
+    if task.task.score == TASK_LOSS:
+        nats, tokens = zip(*((each["nats"], each["tokens"]) for each in scored), strict=True)
+        return estimated_loss(nats, tokens)
+    return estimate([each["right"] for each in scored])
+
+
+def compared(tasks: Sequence[TaskItems], storage: Storage, step: int) -> dict[str, TaskResult]:
+    """Return each task's score before the first step and after `step`, from the run's folder.
+
+    The score before is left out where the items were others.
+    """
+    before, after = (_by_task(storage, at) for at in (0, step))
+    return {
+        task.name: _compared(task, before.get(task.name, ()), after[task.name]) for task in tasks
+    }
+
+
+def _by_task(storage: Storage, step: int) -> Mapping[str, list[ScoredItem]]:
+    found: dict[str, list[ScoredItem]] = {}
+    if storage.exists(items_file(step)):
+        for line in storage.read(items_file(step)).splitlines():
+            item: ScoredItem = json.loads(line)
+            found.setdefault(item["task"], []).append(item)
+    return found
+
+
+def _compared(
+    task: TaskItems, before: Sequence[ScoredItem], after: Sequence[ScoredItem]
+) -> TaskResult:
+    def questions(items: Sequence[ScoredItem]) -> list[tuple[str, str]]:
+        return [(item["asked"], item["wanted"]) for item in items]
+
+    before = before if questions(before) == questions(after) else ()
+    result: TaskResult = {
+        "score": task.task.score,
+        "items": len(after),
+        "before": _figure(task, before) if before else None,
+        "after": _figure(task, after),
+    }
+    if task.task.score != TASK_LOSS:
+        result["shown"] = [
+            {
+                "asked": item["asked"],
+                "before": before[place]["answer"] if before else None,
+                "after": item["answer"],
+                "wanted": item["wanted"],
+            }
+            for place, item in enumerate(after[:SHOWN])
+        ]
+    return result
