@@ -73,7 +73,7 @@ class Engine:
     """Of each save, the seconds that training waited for it in `save` and in `settle`."""
     save_due: Callable[[int], bool] = field(default=lambda step: False)
     leave_due: Callable[[], int] = field(default=lambda: CONTINUE)
-    """Whether to leave after this step: rank 0 answers CONTINUE, STOP or RESTART, others CONTINUE."""
+    """Whether to leave after this step, CONTINUE, STOP or RESTART; but for rank 0, CONTINUE."""
     poll_due: Callable[[], bool] = field(default=lambda: False)
     """Whether all ranks call `poll` in this step: rank 0 decides, other ranks answer False."""
     poll: Callable[[], int] = field(default=lambda: CONTINUE)

@@ -39,7 +39,7 @@ def next_batch(
 
 
 def leave_of(engine: Engine, totals: Totals) -> int:
-    """Return CONTINUE, STOP or RESTART, as rank 0 or a node's notice says; the same on all ranks."""
+    """Return CONTINUE, STOP or RESTART by rank 0 or a node's notice; the same on all ranks."""
     return totals.leave or (engine.poll() if totals.poll else CONTINUE)
 
 
