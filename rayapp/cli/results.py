@@ -131,10 +131,10 @@ def _show(verdicts: list[Verdict]) -> None:
 
 MERGE = """rayapp merge RUN [--out=FOLDER]
 
-RUN is the folder or s3:// URL of a run that has exported an adapter. Adds the adapter to its base
-with peft, in float32, and writes one model folder in the dtype of the base.
+RUN is the folder or s3:// URL of a run that has exported an adapter. The command adds the adapter
+to its base with peft, in float32, and writes one model folder in the dtype of the base.
 
-  --out=FOLDER   where to; by default the name of the run with -merged, here"""
+  --out=FOLDER   the folder to write to; by default the run's name with -merged, here"""
 
 
 def merge(argv: list[str]) -> int:

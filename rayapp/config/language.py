@@ -201,9 +201,8 @@ class LanguageEval(SharedEval):
     """Text, or list `[a, b]` of texts, that the model continues, or answers if data.kind is chat:
     greedy at each held-out evaluation, sampled at the end. The report shows the answers by step."""
     tasks: Tasks = Field(default_factory=dict)
-    """Map of a task's name to its questions with answers: a path, or `{path: a.jsonl, score:
-    json}`. The model is scored before the first step, at each evaluation and at the end
-    (docs/tasks.md)."""
+    """Questions with answers, by task name: a path, or `{path: a.jsonl, score: json}`. The model is
+    scored before the first step, at each evaluation and at the end (docs/tasks.md)."""
     metrics: Codes = ()
     """List of `mypackage.module:function` that compute a metric of each held-out token from its
     logits. The mean of each metric is reported with the held-out loss (docs/own_code.md)."""
