@@ -18,7 +18,7 @@ from rayapp.config import Config
 from rayapp.data.packing import IGNORE
 from rayapp.data.token_rows import StepRows
 from rayapp.data.tokens import byte_tokenizer
-from rayapp.finetune.build import make_parts
+from rayapp.finetune.model_parts import make_parts
 from rayapp.order import StepCounts
 from rayapp.train import loop
 from rayapp.train.engine import Engine

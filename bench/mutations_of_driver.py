@@ -12,7 +12,7 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
         "recovery",
         "placement",
         "supervise",
-        "validation",
+        "checkpoint_validation",
         "worker",
     )
 )
@@ -191,7 +191,7 @@ DRIVER = (
         VALIDATION,
         "or newest.step <= self._asked",
         "or newest.step < self._asked",
-        "tests/test_driver_validation.py",
+        "tests/test_driver_checkpoint_validation.py",
     ),
     # ---- metrics.jsonl
     Mutation(

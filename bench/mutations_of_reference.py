@@ -56,7 +56,7 @@ REFERENCE = (
     ),
     Mutation(
         "n6-adapters-leave-conv1d",
-        "rayapp/model/lora.py",
+        "rayapp/model/lora_layers.py",
         "if isinstance(module, (nn.Linear, Conv1D))",
         "if isinstance(module, nn.Linear)",
         NAMED,
@@ -99,7 +99,7 @@ REFERENCE = (
     # ---- And of the page itself: what it must see
     Mutation(
         "dora-keeps-its-first-norms",
-        "rayapp/model/lora.py",
+        "rayapp/model/lora_layers.py",
         "return merged.mul_(gather(self.magnitude).view_as(norms) / norms)",
         "return merged",
         NAMED,

@@ -11,7 +11,7 @@ PACKING, DATA_ROWS, STREAM = (
     f"rayapp/data/{name}.py" for name in ("packing", "token_rows", "stream")
 )
 CHAT, DOCUMENTS, PREPARE = (
-    f"rayapp/data/{name}.py" for name in ("chat", "documents", "preparation")
+    f"rayapp/data/{name}.py" for name in ("chat", "rendering", "preparation")
 )
 RECIPE, TOKENISING = "rayapp/data/recipe.py", "rayapp/data/tokenising.py"
 SECTIONS, TOKEN_STORE = "rayapp/data/token_sections.py", "rayapp/data/token_store.py"
@@ -186,21 +186,21 @@ ROWS = (
         DOCUMENTS,
         "loss[start:spoken] = False",
         "loss[start : spoken + (prompt > 0)] = False",
-        "tests/test_data_documents.py",
+        "tests/test_data_rendering.py",
     ),
     Mutation(
         "end-of-text-not-trained",
         DOCUMENTS,
         "num_bytes[start + last : start + size] = 0",
         "num_bytes[start + last : start + size] = loss[start + last : start + size] = 0",
-        "tests/test_data_documents.py",
+        "tests/test_data_rendering.py",
     ),
     Mutation(
         "parts-of-a-text-each-with-an-end",
         DOCUMENTS,
         "begins, ends=False)",
         "begins)",
-        "tests/test_data_documents.py -k end_to_end",
+        "tests/test_data_rendering.py -k end_to_end",
     ),
     Mutation(
         "parts-of-a-text-are-documents",

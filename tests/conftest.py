@@ -33,7 +33,7 @@ LONG = (
     "test_cluster_dashboards.py",
     "test_finetune.py",
     "test_ray_job.py",
-    "test_finetune_build.py",
+    "test_finetune_model_parts.py",
     "test_train_loop.py",
     "test_reference.py",
     "test_vision.py",

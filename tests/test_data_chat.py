@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rayapp.data.chat import APART, CLOSES, SWITCHED, ChatTemplate
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import NOT_UNICODE
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
+from rayapp.data.rendering import Renderer
 from rayapp.data.tokens import (
     CHAT_TEMPLATE,
     FIRST_TEMPLATE,

@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 
 from rayapp.data import tokens
 from rayapp.data.control import IS_TEXT, NOT_POSSIBLE
-from rayapp.data.documents import Made, Renderer
 from rayapp.data.packing import Document
+from rayapp.data.rendering import Made, Renderer
 
 END, START, STOP = tokens.SPECIALS
 BYTES = tokens.byte_tokenizer()

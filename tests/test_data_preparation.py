@@ -40,10 +40,10 @@ from rayapp.data import (
 from rayapp.data import (
     token_sections as sections,
 )
-from rayapp.data.documents import Renderer, content_of
 from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rendering import Renderer, content_of
 from rayapp.data.sources import cutting, json_lines
 from rayapp.data.token_rows import local_steps
 from rayapp.storage import Storage, open_storage

@@ -8,8 +8,8 @@ import published_templates as published
 import pytest
 
 from rayapp.data.chat import APART, ChatTemplate
-from rayapp.data.documents import Renderer
 from rayapp.data.messages import NO_REASONING
+from rayapp.data.rendering import Renderer
 from rayapp.data.templates import TemplateError, template_of
 
 pytestmark = pytest.mark.skipif(

@@ -39,7 +39,8 @@ from rayapp.config import Config, from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
-from rayapp.driver import ray_workers, validation
+from rayapp.driver import checkpoint_validation as validation
+from rayapp.driver import ray_workers
 from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.finetune import micro_batch

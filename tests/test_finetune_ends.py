@@ -18,9 +18,9 @@ from transformers4 import generated, generated_by_4
 from rayapp.config import from_dict
 from rayapp.data import preparation as prepare
 from rayapp.data import sources
-from rayapp.data.documents import Renderer
 from rayapp.data.packing import pack
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rendering import Renderer
 from rayapp.data.tokens import CHAT_TEMPLATE
 from rayapp.finetune.ends import Ends, described, ends_of, generation_config
 from rayapp.generation import generate

@@ -17,7 +17,7 @@ from rayapp.config import Config, from_dict
 from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import samples
-from rayapp.finetune.build import make_parts
+from rayapp.finetune.model_parts import make_parts
 from rayapp.storage import open_storage
 from rayapp.train import schedule, waiting
 from rayapp.train.checkpoint.marker import latest

@@ -41,10 +41,10 @@ from rayapp import model, planner
 from rayapp.config import Config, ConfigError, VisionConfig, from_dict, load
 from rayapp.config.vision import ImageDataConfig
 from rayapp.data import sources
-from rayapp.data.documents import Renderer
 from rayapp.data.images.augment import centred
 from rayapp.data.prepared import load as load_prepared
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rendering import Renderer
 from rayapp.data.tokens import byte_tokenizer
 from rayapp.jobs import notebook
 from rayapp.jobs.find import runs

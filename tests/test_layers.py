@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -248,8 +249,10 @@ def test_no_public_function_has_the_name_of_a_room(layers: dict[str, int]) -> No
     assert not rooms & set(rayapp.__all__)
 
 
-def test_nothing_is_called_utils() -> None:
-    assert not [str(path) for path in sources() if path.name == "utils.py"]
+def test_a_file_name_occurs_once() -> None:
+    counts = Counter(path.name for path in sources())
+    several = {name for name, count in counts.items() if count > 1}
+    assert several <= {"__init__.py", "__main__.py"} and "utils.py" not in counts, several
 
 
 def loaded_by(code: str) -> set[str]:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from rayapp.config import from_dict
 from rayapp.data import tokens
-from rayapp.finetune.build import make_parts
+from rayapp.finetune.model_parts import make_parts
 from rayapp.model import LanguageModel, activations
 from rayapp.model.sharding import find_blocks
 

@@ -20,7 +20,7 @@ from rayapp.data import tokens
 from rayapp.driver.checks import plan_problem
 from rayapp.finetune import check as checks
 from rayapp.finetune import plan_lines as show
-from rayapp.finetune.build import model_shape
+from rayapp.finetune.model_parts import model_shape
 from rayapp.order import Order
 from rayapp.planner import trained
 from rayapp.storage import open_storage

@@ -36,7 +36,8 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from rayapp.observe.run_folder import RUN_ID
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train.checkpoint import files, marker, staging
+from rayapp.train.checkpoint import checkpoint_files as files
+from rayapp.train.checkpoint import marker, staging
 from rayapp.train.checkpoint import saver as saving
 from rayapp.train.checkpoint.commit import claim
 from rayapp.train.checkpoint.marker import (

@@ -47,7 +47,7 @@ from rayapp.train.loss_spikes import LEVEL, Spikes
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement
-from rayapp.train.trainer import Trainer
+from rayapp.train.trainer_interface import Trainer
 
 STEPS, SEQ_LEN, ROWS, MICRO_BATCH = 30, 32, 6, 2
 SLOW_S = 0.3  # what a state takes to gather in one test

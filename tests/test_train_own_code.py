@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from rayapp.config import from_dict
-from rayapp.finetune.build import OutputHead
+from rayapp.finetune.model_parts import OutputHead
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.train import loop
 from rayapp.train.loss import IGNORE, chunked_cross_entropy

@@ -6,7 +6,7 @@ plans.py     plan, presets
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
-results.py   report, generate, check, merge, publish
+models.py    report, generate, check, merge, publish
 space.py     du, rm, prune
 """
 
@@ -30,11 +30,11 @@ COMMANDS = {  # name: module and function
     "render": "cli.clusters.render",
     "capacity": "cli.clusters.capacity",
     "connect": "cli.clusters.connect",
-    "report": "cli.results.report",
-    "generate": "cli.results.generate",
-    "check": "cli.results.check",
-    "merge": "cli.results.merge",
-    "publish": "cli.results.publish",
+    "report": "cli.models.report",
+    "generate": "cli.models.generate",
+    "check": "cli.models.check",
+    "merge": "cli.models.merge",
+    "publish": "cli.models.publish",
     "du": "cli.space.du",
     "rm": "cli.space.rm",
     "prune": "cli.space.prune",

@@ -59,7 +59,7 @@ def prepare(argv: list[str]) -> int:
         print(PREPARE)
         return Exit.DONE
     config, _ = arguments.read(argv, {}, Config)
-    from rayapp.driver.activity import Heartbeat
+    from rayapp.driver.heartbeat import Heartbeat
     from rayapp.driver.output import captured
     from rayapp.driver.ray_session import connected, tell_ray
     from rayapp.jobs import secrets

@@ -4,7 +4,7 @@
     texts_of(chat, "chat")                 # what a tokenizer is trained on
 
 A standard record has the columns of its kind. `rayapp.data.shapes` makes standard records of other
-columns, and `rayapp.data.documents` makes documents of standard records.
+columns, and `rayapp.data.rendering` makes documents of standard records.
 """
 
 from __future__ import annotations

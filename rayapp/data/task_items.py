@@ -17,11 +17,11 @@ import numpy as np
 from rayapp.config.fields import RecordKind
 from rayapp.config.tasks import EvalTask
 from rayapp.data import first_records, shapes, sources
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document
 from rayapp.data.prepared import reasons
+from rayapp.data.rendering import Renderer
 from rayapp.storage import StorageError
 
 

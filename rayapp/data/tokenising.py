@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from rayapp.data import sources, token_sections, tokens
-from rayapp.data.documents import Renderer, content_of
 from rayapp.data.kinds import problem_of
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rendering import Renderer, content_of
 from rayapp.data.shapes import read_records
 from rayapp.data.token_sections import TokenisedRecord, TokenSection
 

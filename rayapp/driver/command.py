@@ -22,10 +22,10 @@ from rich.markup import escape
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display, placement
-from rayapp.driver.activity import Heartbeat
 from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.growth import changed_data, refuse_other_data, take
+from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
 from rayapp.driver.output import captured, copied

@@ -83,7 +83,7 @@ def _final(code: int) -> int:
 
 def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callable[..., Any]:
     """Call `load_run`, and print a line if it takes more than a second."""
-    from rayapp.driver.activity import Heartbeat  # imports Ray
+    from rayapp.driver.heartbeat import Heartbeat  # imports Ray
     from rayapp.driver.output import Tail
     from rayapp.observe.activity import Phases
 

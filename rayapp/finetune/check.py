@@ -18,14 +18,14 @@ from rayapp.config import Config, ConfigError
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, sources, templates, tokens
 from rayapp.data.chat import reads
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import takes_template
+from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
-from rayapp.finetune.build import model_shape, technique_problems
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
+from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of

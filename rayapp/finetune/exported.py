@@ -18,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rayapp import model
-from rayapp.finetune.build import Parts, compute_dtype
+from rayapp.finetune.model_parts import Parts, compute_dtype
 from rayapp.model.adapter import adapted, read_adapter
 from rayapp.observe.records import ExportCheck
 from rayapp.storage import Storage

@@ -11,20 +11,20 @@ from rich.console import Console
 from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.data import tokens
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import KINDS, takes_template
 from rayapp.data.prepared import Prepared, mixed, parts_of_mixture, repacked
 from rayapp.data.prepared_windows import Preparation
 from rayapp.data.recipe import RowRecipe
+from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.token_rows import step_rows
 from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import micro_batch, plan_lines, preview, source_rows
-from rayapp.finetune.build import model_shape
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
+from rayapp.finetune.model_parts import model_shape
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan

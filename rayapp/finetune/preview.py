@@ -17,10 +17,10 @@ from typing import Any
 
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, tokens
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
+from rayapp.data.rendering import Renderer
 from rayapp.data.sources import Record, place_of
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of

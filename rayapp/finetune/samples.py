@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from rayapp import model
 from rayapp.data.tokens import prompt_ids
-from rayapp.finetune.build import Parts
+from rayapp.finetune.model_parts import Parts
 from rayapp.observe.metrics import Sample
 from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import CONTINUE

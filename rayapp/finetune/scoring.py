@@ -23,7 +23,7 @@ import torch.distributed as dist
 from rayapp.data.packing import IGNORE
 from rayapp.data.task_items import Item, TaskItems
 from rayapp.data.token_rows import StepRows
-from rayapp.finetune.build import Parts
+from rayapp.finetune.model_parts import Parts
 from rayapp.finetune.samples import generated
 from rayapp.observe.records import Estimate, ScoredItem, TaskResult
 from rayapp.observe.run_folder import items_file

@@ -13,7 +13,7 @@ from rayapp import model
 from rayapp.config import Config, Lora, Origin, combined_problems
 from rayapp.config.text import shown
 from rayapp.data import tokens
-from rayapp.finetune.build import model_shape
+from rayapp.finetune.model_parts import model_shape
 from rayapp.model.adapter import Adapter
 from rayapp.model.source import TOKENIZER_FILE
 from rayapp.observe.run_folder import MODEL, PLAN

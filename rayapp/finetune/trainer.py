@@ -22,7 +22,9 @@ from rayapp.config.fields import TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
-from rayapp.finetune.build import (
+from rayapp.finetune.ends import ends_of_data, generation_config
+from rayapp.finetune.exported import check_export
+from rayapp.finetune.model_parts import (
     OutputHead,
     Parts,
     compile_gain,
@@ -30,8 +32,6 @@ from rayapp.finetune.build import (
     exact_base,
     make_parts,
 )
-from rayapp.finetune.ends import ends_of_data, generation_config
-from rayapp.finetune.exported import check_export
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.observe.activity import Phases
@@ -50,7 +50,7 @@ from rayapp.train.model_reading import read
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import CONTINUE
-from rayapp.train.trainer import Trainer, peak_flops
+from rayapp.train.trainer_interface import Trainer, peak_flops
 from rayapp.train.waiting import leave_now
 
 

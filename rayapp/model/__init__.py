@@ -33,7 +33,7 @@ from rayapp.model.export import WrongExport, export
 from rayapp.model.gguf import config_values, in_folder, needs_folder
 from rayapp.model.init import init_weights
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
-from rayapp.model.lora import (
+from rayapp.model.lora_layers import (
     add_adapters,
     hold_in_4_bits,
     init_adapters,

@@ -24,7 +24,7 @@ from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.experts import parameter_names
 from rayapp.model.files import ShardReader, Stored, read_header
 from rayapp.model.init import fill
-from rayapp.model.lora import (
+from rayapp.model.lora_layers import (
     ADAPTER,
     MAGNITUDE,
     LoraUpdate,

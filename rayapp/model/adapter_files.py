@@ -24,7 +24,7 @@ from rayapp.model.build import LanguageModel
 from rayapp.model.experts import expert_factors
 from rayapp.model.export import Reverse
 from rayapp.model.files import ShardReader, Stored
-from rayapp.model.lora import ADAPTER, MAGNITUDE, LoraUpdate, trained, updates, whole_of
+from rayapp.model.lora_layers import ADAPTER, MAGNITUDE, LoraUpdate, trained, updates, whole_of
 from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.model.sharding import reshard
 from rayapp.model.small_files import small_files_of

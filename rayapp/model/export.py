@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import SINGLE, layout
-from rayapp.model.lora import LoraUpdate, updates
+from rayapp.model.lora_layers import LoraUpdate, updates
 from rayapp.model.new_tokens import RowsUpdate
 from rayapp.model.quantize import Linear4bit
 from rayapp.model.sharding import reshard

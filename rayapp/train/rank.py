@@ -32,7 +32,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import CONTINUE, RESTART
-from rayapp.train.trainer import Trainer
+from rayapp.train.trainer_interface import Trainer
 
 
 @dataclass(frozen=True)

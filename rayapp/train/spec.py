@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from rayapp.data.stream import Shard, Stream
-    from rayapp.train.trainer import Trainer
+    from rayapp.train.trainer_interface import Trainer
 
 
 class TrainingData(Protocol):

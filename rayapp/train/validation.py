@@ -1,4 +1,4 @@
-"""Evaluate one checkpoint on held-out data in one process (started by rayapp.driver.validation)."""
+"""Evaluate one checkpoint on held-out data in one process; the driver starts it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.trainer import Trainer, peak_flops
+from rayapp.train.trainer_interface import Trainer, peak_flops
 from rayapp.vision.classifier_export import check_export
 
 CONFUSIONS = 20  # pairs of classes that are listed

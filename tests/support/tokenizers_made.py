@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data.documents import Renderer
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
+from rayapp.data.rendering import Renderer
 from rayapp.data.tokens import SPECIALS, byte_tokenizer, train_bpe
 
 CORPUS = [

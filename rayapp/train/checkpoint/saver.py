@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
+from rayapp.train.checkpoint.checkpoint_files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.commit import claim, commit, sweep
-from rayapp.train.checkpoint.files import FAILURES, Files, reason_of
 from rayapp.train.checkpoint.marker import METADATA, CheckpointError, SavedFile, State
 from rayapp.train.checkpoint.staging import HostCopy, Tensors
 

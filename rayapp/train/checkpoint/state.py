@@ -20,12 +20,17 @@ from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.order import Cursor, differences
 from rayapp.storage import Storage, open_storage
 from rayapp.train.checkpoint import marker, quantized
-from rayapp.train.checkpoint.files import FAILURES, CheckedPlanner, CheckedReader, reason_of
+from rayapp.train.checkpoint.checkpoint_files import (
+    FAILURES,
+    CheckedPlanner,
+    CheckedReader,
+    reason_of,
+)
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged
 from rayapp.train.checkpoint.origin import find
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
-from rayapp.train.trainer import Trainer
+from rayapp.train.trainer_interface import Trainer
 
 NOT_LOADED = " could not be loaded: "
 

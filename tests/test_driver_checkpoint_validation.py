@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayError
 
 from rayapp.config import load
-from rayapp.driver import validation
-from rayapp.driver.validation import Validator
+from rayapp.driver import checkpoint_validation as validation
+from rayapp.driver.checkpoint_validation import Validator
 from rayapp.observe.goodput import DamagedFile
 from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.storage import open_storage

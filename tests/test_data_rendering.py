@@ -15,8 +15,8 @@ from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, 
 from transformers import PreTrainedTokenizerFast
 
 from rayapp.data import long_texts
-from rayapp.data.documents import Renderer
 from rayapp.data.kinds import problem_of
+from rayapp.data.rendering import Renderer
 
 
 @pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from rayapp.config import Config
-from rayapp.driver import activity
-from rayapp.driver.activity import Heartbeat
+from rayapp.driver import heartbeat as activity
+from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.main import main
 from rayapp.driver.output import Tail
 from rayapp.observe.activity import (

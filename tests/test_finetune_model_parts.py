@@ -29,7 +29,7 @@ from rayapp import model
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.data.token_rows import StepRows
-from rayapp.finetune.build import OutputHead, make_parts, technique_problems
+from rayapp.finetune.model_parts import OutputHead, make_parts, technique_problems
 from rayapp.finetune.prepared_run import count_parameters
 from rayapp.finetune.trainer import held_out_losses
 from rayapp.storage import open_storage
