@@ -2,39 +2,38 @@
 
 Train
   init       write a config and a small data file to begin with
-  data       how records become documents, and which tokens bear loss
-  prepare    tokenise and pack a run's data beforehand, on CPUs alone
-  plan       will it fit, how long will it take, what will it cost
-  presets    published shapes of models, for plans and tests
+  data       show how records are rendered, and which tokens bear loss
+  prepare    tokenise and pack a run's data before the run, on CPUs only
+  plan       estimate the memory, time and cost of a run
+  presets    list the published model shapes, for plans and tests
   finetune   fine-tune a language model, here or on a running Ray cluster
   vision     train an image classifier
 
 Clusters
-  render     the files of a cluster on ECS or KubeRay, and what it costs
-  capacity   start the workers where EC2 has room, wait for them, say why not
+  render     write the files of a cluster on ECS or KubeRay, and print its cost
+  capacity   start workers where EC2 has capacity, and wait for them
   connect    forward a cluster's dashboard and Jobs API to this machine
   preflight  check a cluster before money is spent: GPUs, network, limits, storage
-  submit     send a run to a cluster as a Ray job
-  resume     send a run again; it goes on from its newest checkpoint
+  submit     submit a run to a cluster as a Ray job
+  resume     submit a run again; it resumes from its newest checkpoint
 
 Runs
-  list       the runs of a folder or of a cluster
-  status     how a run is getting on;  watch  the same, live
-  logs       what a run's driver prints
-  stop       have a run save and leave
-  report     report.html of a run, or one page that compares several
-  generate   let a run's model write
+  list       list the runs of a folder or of a cluster
+  status     show the progress of a run;  watch  the same, live
+  logs       print the output of a run's driver
+  stop       save a checkpoint of a run and end the run
+  report     write report.html of a run, or one page that compares several runs
+  generate   generate text with a run's model
   check      open a run's model in transformers, vLLM and llama.cpp, and compare
   merge      make one model of a run's adapter and its base
-  publish    send a run's model to the Hugging Face hub, with its card and licence
-  du         what runs, rows and tokens take in a storage
+  publish    upload a run's model to the Hugging Face hub, with its card and licence
+  du         show the disk usage of runs, rows and tokens in a storage
   rm         remove a run
   prune      remove rows and tokens that no run needs
 
 `rayapp COMMAND --help` shows the options of a command, `rayapp --version` the version, `rayapp
 completion bash` (or zsh) a script that completes commands and fields. `python -m rayapp COMMAND`
-is the same. Exit codes: 0 done (or still going on), 1 failed, 2 not possible as asked, 3 stopped
-on request.
+is the same. Exit codes: 0 done (or still running), 1 failed, 2 refused, 3 stopped on request.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def test_init_writes_a_config_that_can_be_planned_and_trained(
     (tmp_path / "all.yaml").write_text(everything)
     assert set(flatten(load("all.yaml").model_dump())) >= set(flatten(yaml.safe_load(everything)))
     assert main(["init", "demo"]) == Exit.REFUSED
-    assert "demo.yaml is there already" in capsys.readouterr().err
+    assert "demo.yaml exists already" in capsys.readouterr().err
     assert (tmp_path / "demo.yaml").read_text() == given
     assert main(["init", "a/b"]) == Exit.REFUSED
 
@@ -270,7 +270,7 @@ def test_a_folder_without_runs_says_so(
     nobody = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setattr(client, "HERE", nobody)
     assert main(["list"]) == Exit.DONE
-    begin = "Begin one: rayapp finetune tiny_cpu. Name others by --storage=URL or --address=URL\n"
+    begin = "Start one: rayapp finetune tiny_cpu. Find others by --storage=URL or --address=URL\n"
     here = f"no runs in {tmp_path}/runs, and no cluster at {nobody}. {begin}"
     assert capsys.readouterr().out == here
     assert main(["list", "--json"]) == Exit.DONE
@@ -336,7 +336,7 @@ def test_what_is_typed_is_what_is_sent() -> None:
         "NULL": "~", "HEX": "0xff",
     }  # fmt: skip
     for wrong in ("[a]", "{A: [b]}", "{A: {b: c}}", "a", "{A"):
-        with pytest.raises(ConfigError, match="a mapping of names to texts is expected"):
+        with pytest.raises(ConfigError, match="it must be a mapping of names to texts"):
             jobs._mapping("env", wrong)
 
 

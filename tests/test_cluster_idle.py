@@ -135,4 +135,4 @@ def test_what_aws_refuses_is_told(
     """There is no bucket of that name for a cluster whose hosts run."""
     hosts("rayapp-ecs", "worker-on-demand", "g5.12xlarge", 1)
     assert main(["list", f"--storage={tmp_path}"]) == 0
-    assert "whether clusters stand idle is not known: " in capsys.readouterr().out
+    assert "idle clusters are not known: " in capsys.readouterr().out

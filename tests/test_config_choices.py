@@ -45,7 +45,7 @@ def test_one_type_stays_text(text: str) -> None:
         ("p5.48xlarge@-3", "must end in USD per hour"),
         ("p5.48xlarge@0.0", "must end in USD per hour"),
         ("p5.48xlarge@nan", "must end in USD per hour"),
-        ("p5.48xlarge,p5.48xlarge:on-demand", "once for each market"),
+        ("p5.48xlarge,p5.48xlarge:on-demand", "once per market"),
         ("[]", "it must be an instance type, or a list in order of preference"),
         ("[1]", "1 must be text"),
         ("a,b,c,d,e,f", "it must have at most 5 choices"),
@@ -59,6 +59,6 @@ def test_what_is_no_list_is_refused(text: str, why: str) -> None:
 
 
 def test_a_list_has_no_single_price() -> None:
-    with pytest.raises(ConfigError, match=r"Set each price there, e\.g\. p5\.48xlarge@30"):
+    with pytest.raises(ConfigError, match=r"Set each price in that list, e\.g\. p5\.48xlarge@30"):
         load(None, {"cluster.instance": LIST, "cluster.usd_per_hour": 30})
     load(None, {"cluster.instance": "p5.48xlarge:spot", "cluster.usd_per_hour": 30})

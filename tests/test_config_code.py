@@ -152,8 +152,8 @@ def test_an_installed_package_is_run_if_the_operator_names_it(
         with monkeypatch.context() as patch:
             patch.syspath_prepend(str(place))
             told = refusal("lab_a.deep.losses:f")
-            assert f"lab_a is {place}/lab_a, not of the working folder {folder}" in told
-            assert told.endswith("or set RAYAPP_CODE=lab_a to have this package run")
+            assert f"lab_a is {place}/lab_a, outside the working folder {folder}" in told
+            assert told.endswith("or set RAYAPP_CODE=lab_a to allow this package")
             for other in ("lab", "lab_a.other", "lab_a.deep.loss", " , "):
                 patch.setenv("RAYAPP_CODE", other)
                 assert refusal("lab_a.deep.losses:f") == told
@@ -187,7 +187,7 @@ def test_an_archive_is_other_code(folder: Path, monkeypatch: pytest.MonkeyPatch)
     with zipfile.ZipFile(folder / "lab_zip.zip", "w") as archive:
         archive.writestr("lab_zip.py", "def f(): return 1\n")
     monkeypatch.syspath_prepend(str(folder / "lab_zip.zip"))
-    assert "lab_zip is " in refusal("lab_zip:f") and "not of the working" in refusal("lab_zip:f")
+    assert "lab_zip is " in refusal("lab_zip:f") and "outside the working" in refusal("lab_zip:f")
     monkeypatch.setenv("RAYAPP_CODE", "lab_zip")
     assert load_code("run.hooks", "lab_zip:f")() == 1
     with pytest.raises(CodeError, match="is without source"):
@@ -241,8 +241,8 @@ def test_code_that_others_can_write_is_shown_and_asked_for(
     monkeypatch.setattr(Path, "stat", status)
     if not safe:
         told = refusal("lab_a.deep.losses:f")
-        assert f"is not safe to run: others can write to {asked}. Take" in told
-        assert told.endswith("or set RAYAPP_CODE=lab_a to have it run all the same")
+        assert f"is not safe to run: others can write to {asked}. Remove" in told
+        assert told.endswith("or set RAYAPP_CODE=lab_a to run the code anyway")
         assert "lab_a.deep.losses" not in sys.modules
         monkeypatch.setenv("RAYAPP_CODE", "lab_a")
     assert load_code("run.hooks", "lab_a.deep.losses:f")() == 1

@@ -55,7 +55,7 @@ def image_config(**overrides: Any) -> VisionConfig:
 def test_the_surface_is_closed_and_documented() -> None:
     every, language = fields(VisionConfig), fields(Config)
     own = [name for name in every if name.partition(".")[0] not in SHARED and "." in name]
-    assert own == FIELDS and every["task"] == "What is trained."
+    assert own == FIELDS and every["task"] == "Kind of the model to train."
     for name, text in every.items():
         assert len(text) > 10 and text.endswith("."), name
         if name.partition(".")[0] in SHARED:
@@ -68,7 +68,7 @@ def test_the_task_says_what_is_trained() -> None:
     assert config.micro_batches_per_step == 16
     assert (config.cluster.min_workers, config.cluster.max_workers) == (4, 16)
     with pytest.raises(
-        ConfigError, match=r"task=vision is of another command.*Run python -m rayapp.vision"
+        ConfigError, match=r"task=vision is for another command.*Run python -m rayapp.vision"
     ):
         load(str(CONFIGS / "resnet50_imagenet.yaml"), None, Config)
     with pytest.raises(ConfigError, match=r"task=speech is unknown.*one of vision"):
@@ -134,5 +134,5 @@ def test_what_a_classifier_lacks_is_refused_with_a_way() -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, {"model.init_from": "first"}, VisionConfig)
     (problem,) = caught.value.problems
-    assert problem.startswith("model.init_from=first is not available: a classifier begins with an")
+    assert problem.startswith("model.init_from=first is not available: a classifier starts from an")
     assert problem.endswith("Set model.path=RUN/model")

@@ -269,7 +269,7 @@ def test_what_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ([stopped.run.url], "it is stopped at step 3"),
         ([off.url], "checkpoint.export was false"),
         ([], "rayapp generate RUN"),
-        (["a", "b"], "b is unexpected: one RUN is expected"),
+        (["a", "b"], "b is unexpected: the command takes one RUN"),
         (["a", "--max_tokens=0"], "--max_tokens=0 is not valid"),
         (["a", "--temperature=warm", "--chat=maybe"], "--chat=maybe is not valid"),
         (["a", "--promt=x"], "Did you mean --prompt?"),

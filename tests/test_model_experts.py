@@ -239,7 +239,7 @@ def test_targets_that_no_expert_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"no experts with such a parameter. Leave it out"):
         built(CONFIGS["Qwen3"](), Lora(target_parameters=("down_proj",)))
     for more in ({"dora": True}, {"dropout": 0.1}):
-        with pytest.raises(ConfigError, match=r"is in conflict: peft has none for adapters of par"):
+        with pytest.raises(ConfigError, match=r"conflict: peft does not support it for adapters"):
             from_dict({"model": {"lora": {"target_parameters": ["down_proj"], **more}}})
 
 

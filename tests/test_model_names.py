@@ -97,7 +97,7 @@ def test_the_first_pattern_that_matches_gives_the_rate_and_frozen_parameters_hav
 
 @pytest.mark.parametrize(
     ("section", "cure"),
-    [({"lora": {"rank": 2}}, "Leave train.freeze out"), ({"init_from": "a"}, "Set model.path=RUN")],
+    [({"lora": {"rank": 2}}, "Remove train.freeze"), ({"init_from": "a"}, "Set model.path=RUN")],
 )
 def test_freeze_is_refused_where_it_has_no_meaning(section: dict[str, Any], cure: str) -> None:
     with pytest.raises(ConfigError, match=rf"train.freeze=.* is in conflict: .*\. {cure}"):

@@ -121,8 +121,8 @@ def problems(fields: dict[str, Any], root: Path) -> list[str]:
     ("fields", "problem"),
     [
         ({"model.new_tokens": ["<eos>", "<a>"]}, "the tokenizer has <eos> (0). Leave out what is"),
-        ({"model.new_tokens": ["<a>", ""]}, "is not valid: it has an empty token. Set distinct"),
-        ({"model.new_tokens": ["<a>", "<a>"]}, "is not valid: it has a token twice. Set distinct"),
+        ({"model.new_tokens": ["<a>", ""]}, "is not valid: it contains an empty token. Set dist"),
+        ({"model.new_tokens": ["<a>", "<a>"]}, "is not valid: it contains a token twice. Set dist"),
         (
             {"model.new_tokens": ["<a>"], "model.path": "tiny"},
             "is in conflict: the tokenizer is made for this run",

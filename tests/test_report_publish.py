@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown base": (["--base=org/none"], "--base=org/none is unknown"),
     "another base": (["--base=org/other"], "=org/other is another model: it is of model_type"),
     "none": (["--base=none"], "is an adapter without a base on the hub"),
-    "no target": (["extra"], "give RUN and ORG/NAME"),
+    "no target": (["extra"], "set RUN and ORG/NAME"),
     "a token": ([f"--token={TOKEN}"], "a token on the command line is refused"),
 }
 

@@ -15,22 +15,22 @@ from rayapp.observe.run_folder import Exit
 
 RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
 
-  --out=FOLDER         where to; build/ecs or build/kuberay by default
-  --account=ID         AWS account; by default that of the credentials
-  --name=NAME          that of infra/base; rayapp by default
-  --region=NAME        us-west-2 by default
-  --tag=TAG            of the image; by default that of these sources, which `make image` pushes
-  --head=INSTANCE      m6i.2xlarge by default
-  --data_nodes=0       hosts without GPUs that prepare data; --data_instance=m6i.8xlarge
-  --market=MARKET      on-demand, spot or capacity-block; --reservation=ID for the last
-  --efa=auto           true insists on Elastic Fabric Adapters, false leaves them out
-  --components=LIST    KubeRay: autoscaling, kueue, lustre, spot, with commas; --lustre=JSON
-  --nodes=autoscaled   KubeRay: a cluster autoscaler of yours adds nodes; for autoscaling
-  --api_cidrs=LIST     KubeRay: networks that may reach EKS's API server, with commas
-  --prometheus=URL     of yours, as the head reaches it, and
-  --grafana=URL        of yours: Ray's dashboard then shows their charts
-  --queue=TYPE:NODES   KubeRay: the quota of Kueue's queue, all nodes of the platform
-  --retries=2          KubeRay: new clusters that a RayJob may start when one is lost"""
+  --out=FOLDER         the folder to write to; build/ecs or build/kuberay by default
+  --account=ID         AWS account; by default the account of the credentials
+  --name=NAME          the name given to infra/base; rayapp by default
+  --region=NAME        AWS region; us-west-2 by default
+  --tag=TAG            tag of the image; by default the one that `make image` pushes
+  --head=INSTANCE      instance type of the head; m6i.2xlarge by default
+  --data_nodes=0       number of hosts without GPUs to prepare data; --data_instance=m6i.8xlarge
+  --market=MARKET      on-demand, spot or capacity-block (which needs --reservation=ID)
+  --efa=auto           true: require Elastic Fabric Adapters; false: do not use them
+  --components=LIST    KubeRay: autoscaling,kueue,lustre,spot or some of them; --lustre=JSON
+  --nodes=autoscaled   KubeRay, with autoscaling: your own cluster autoscaler adds nodes
+  --api_cidrs=LIST     KubeRay: comma-separated networks that may reach EKS's API server
+  --prometheus=URL     your Prometheus, as the head reaches it
+  --grafana=URL        your Grafana; with both, Ray's dashboard shows their charts
+  --queue=TYPE:NODES   KubeRay: quota of Kueue's queue, for all nodes of the platform
+  --retries=2          KubeRay: how many new clusters a RayJob may start after losing one"""
 
 
 def render(argv: list[str]) -> int:
@@ -49,7 +49,7 @@ def render(argv: list[str]) -> int:
     values: dict[str, Any] = {n: None if v.lower() == "none" else v for n, v in asked.items()}
     for name in ("retries", "data_nodes"):
         if not asked[name].isdigit():
-            raise ConfigError([f"--{name}={asked[name]} is not valid: a count is expected"])
+            raise ConfigError([f"--{name}={asked[name]} is not valid: it must be a count"])
         values[name] = int(asked[name])
     for name in ("components", "api_cidrs"):
         values[name] = tuple(filter(None, asked[name].split(",")))
@@ -80,12 +80,12 @@ def _account(region: str) -> str | None:
 
 CAPACITY = """rayapp capacity ecs|eks [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
 
-  --name=NAME    that of infra/base, as `make up-*` takes it; --region=NAME
-  --wait_s=S     how long the workers of a group may take to run
+  --name=NAME    the name given to infra/base and `make up-*`; --region=NAME
+  --wait_s=S     maximum seconds until the workers of a group run
 
-Waits until the head and the workers run, and says why hosts do not start. Where cluster.instance is
-a list, it starts the first of it that EC2 has room for, on ECS in the first zone that has it: a
-group for which there is none is ended, and the next one starts. EKS: in kubectl's context."""
+Waits until the head and the workers run, and says why hosts do not start. If cluster.instance is a
+list, the command starts the first entry for which EC2 has capacity (on ECS in the first zone with
+capacity): it ends a group without capacity and starts the next. EKS: in kubectl's context."""
 
 
 def capacity(argv: list[str]) -> int:
@@ -127,13 +127,13 @@ def _asked(argv: list[str], known: dict[str, str]) -> tuple[str, dict[str, str],
 
 CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
 
-  --name=NAME      that of infra/base, as `make up-*` takes it; --region=NAME
-  --port=PORT      of this machine; a free one by default
-  --job=NAME       EKS: to the own cluster of a RayJob, as `kubectl get rayjob` names it
+  --name=NAME      the name given to infra/base and `make up-*`; --region=NAME
+  --port=PORT      port on this machine; a free port by default
+  --job=NAME       EKS: connect to the cluster of this RayJob (see `kubectl get rayjob`)
 
-Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps its
-token in ~/.rayapp meanwhile. What it prints is for the shell in which you submit. With a command
-it runs that in such an environment, and returns what it returns."""
+Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps the
+cluster's token in ~/.rayapp meanwhile. Run the printed lines in the shell in which you submit.
+With COMMAND, rayapp runs it with these variables set and returns its exit code."""
 
 
 def connect(argv: list[str]) -> int:
@@ -174,9 +174,9 @@ def _connect(argv: list[str], command: list[str]) -> int:
     home, asked, problems = _asked(argv, {"port": "0", "job": "none"})
     name, region, job = asked["name"], asked["region"], asked["job"]
     if not asked["port"].isdecimal() or int(asked["port"]) > 65535:
-        problems.append(f"--port={asked['port']} is not valid: a port number is expected")
+        problems.append(f"--port={asked['port']} is not valid: it must be a port number")
     if job != "none" and home == "ecs":
-        problems.append(f"--job={job} is impossible: ECS has no RayJob. Leave it out")
+        problems.append(f"--job={job} is impossible: ECS has no RayJob. Remove it")
     if problems:
         raise ConfigError(problems)
     port = int(asked["port"]) or way_in.free_port()

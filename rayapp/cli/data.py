@@ -21,15 +21,15 @@ DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
 Reads the first records of each source, and prints how they are rendered, which tokens bear loss,
 what is left out and why, lengths, and how rows are filled. Nothing is trained.
 
-  --show=2     documents that are printed of each source
-  --chars=2000 characters that are printed of a document
+  --show=2     number of documents to print of each source
+  --chars=2000 maximum number of characters to print of a document
   --json       print everything as JSON"""
 
 PREPARE = """rayapp prepare [CONFIG.yaml] [--section.field=value ...]
 
-Tokenises and packs the data of a run beforehand, on CPUs alone: here, or on the Ray cluster that
-cluster.address names. `rayapp finetune` with the same config then starts with these rows. Killed
-and given again, it goes on where it was."""
+Tokenises and packs the data of a run before the run, on CPUs only: here, or on the Ray cluster
+that cluster.address names. `rayapp finetune` with the same config then starts with these rows. If
+the command is killed, the same command continues its work."""
 
 
 def data(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from rayapp.observe.run_folder import Exit
 
 INIT = """rayapp init NAME
 
-Writes NAME.yaml, a config with comments, and NAME.jsonl, ten chats to train on, into this folder.
+Writes NAME.yaml (a config with comments) and NAME.jsonl (ten chats to train on) to this folder.
 Existing files are not replaced."""
 
 COMPLETION = """rayapp completion bash|zsh
@@ -33,7 +33,7 @@ CHATS = (
     ("What is packing?", "Several documents in one row, which do not see one another."),
 )
 
-HEAD = """# `rayapp plan {name}.yaml` says what it takes, `rayapp finetune {name}.yaml` trains it.
+HEAD = """# `rayapp plan {name}.yaml` estimates this run, `rayapp finetune {name}.yaml` trains it.
 # Lines that begin with `# ` and a field are that field's default: remove the `# ` to set it.
 # `rayapp finetune --help SECTION` explains each field.
 """
@@ -76,7 +76,7 @@ def init(argv: list[str]) -> int:
     }
     for path in texts:
         if path.exists():
-            raise ConfigError([f"{path} is there already: nothing is replaced. Set another NAME"])
+            raise ConfigError([f"{path} exists already: nothing is replaced. Set another NAME"])
     for path, text in texts.items():
         path.write_text(text)
         print(f"written {path}")

@@ -24,44 +24,44 @@ WHERE = {"storage": "none", "address": "none"}
 
 SUBMIT = """rayapp submit [CONFIG.yaml] [--section.field=value ...]
 
-  --address=URL         of the dashboard; RAY_API_SERVER_ADDRESS, or port 8265 here, by default
-  --working_dir=FOLDER  upload it, and run in it; nothing is uploaded by default
-  --pip=LIST            pinned requirements that the image lacks, with commas
-  --env='{A: b}'        environment variables, seen by all who see the job
+  --address=URL         dashboard of the cluster; by default RAY_API_SERVER_ADDRESS or port 8265
+  --working_dir=FOLDER  folder to upload and to run in; nothing is uploaded by default
+  --pip=LIST            comma-separated pinned requirements that the image lacks
+  --env='{A: b}'        environment variables; everybody who sees the job sees them
   --secrets='{A: ARN}'  environment variables from Secrets Manager or SSM, by reference
-  --driver_cpus=N       CPUs kept for the driver; --driver_memory_gib=N
-  --tags='{A: b}'       shown with the job
-  --follow              print the driver's output; the exit code is the run's
-  --wait                wait until the run ends; the exit code is the run's"""
+  --driver_cpus=N       CPUs reserved for the driver; --driver_memory_gib=N
+  --tags='{A: b}'       tags that are shown with the job
+  --follow              print the driver's output; return the run's exit code
+  --wait                wait until the run ends; return the run's exit code"""
 
 RESUME = """rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
 
-  --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give the same again, or none; they
-                        are not read from the run's folder, which others may be able to write
-  --code=LIST           your functions that the folder's config names, with commas"""
+  --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give each again, or `none`; they
+                        are not read from the run's folder, because others may be able to write it
+  --code=LIST           comma-separated list of your functions that the folder's config names"""
 
 LOGS = """rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
 
-  --follow      print what is added until the run ends; the exit code is the run's
-  --attempt=N   print the log of attempt N in the run's folder; by default the newest
-  --rank=R      print the error and traceback of rank R, if it failed in that attempt"""
+  --follow      print new output until the run ends; return the run's exit code
+  --attempt=N   print the log of attempt N in the run's folder; by default the newest log
+  --rank=R      print the error and traceback of rank R, if rank R failed in that attempt"""
 
 PREFLIGHT = """rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
   --json               print everything as JSON
-  --min_gbit_per_s=N   rate that a link between two nodes must reach; by default cluster.instance's
-  --timeout_s=180      seconds to wait for one answer
+  --min_gbit_per_s=N   required rate of a link between two nodes; default: by cluster.instance
+  --timeout_s=180      maximum seconds to wait for each answer
 
-and --address, --working_dir, --pip, --env, --secrets, --driver_cpus, --tags as for submit"""
+--address, --working_dir, --pip, --env, --secrets, --driver_cpus and --tags: as for submit"""
 
 EXPLAINED = {  # what many commands take
-    "--storage": "--storage=URL  the folder or s3:// prefix of runs; by default `runs`, if there",
-    "--address": "--address=URL  a cluster's dashboard; else RAY_API_SERVER_ADDRESS or port 8265",
+    "--storage": "--storage=URL  folder or s3:// prefix of runs; by default `runs`, if it exists",
+    "--address": "--address=URL  cluster's dashboard; default: RAY_API_SERVER_ADDRESS or port 8265",
     "--json": "--json         print everything as JSON",
-    "--follow": "--follow       print the driver's output; the exit code is the run's",
-    "--wait": "--wait         wait until the run ends; the exit code is the run's",
+    "--follow": "--follow       print the driver's output; return the run's exit code",
+    "--wait": "--wait         wait until the run ends; return the run's exit code",
     "--wait_s": "--wait_s=600   seconds to wait until the run has saved and ended; 0 does not wait",
-    "--hard": "--hard=true    let Ray end the job if it has not ended by then; false does not",
+    "--hard": "--hard=true    end the job through Ray if it still runs then; false: do not",
 }
 
 SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
@@ -226,6 +226,6 @@ def _mapping(name: str, text: str) -> dict[str, str]:
     except yaml.YAMLError:
         values = None
     if not isinstance(values, dict) or not all(isinstance(v, str) for v in values.values()):
-        why = "a mapping of names to texts is expected"
+        why = "it must be a mapping of names to texts"
         raise ConfigError([f"--{name}={text} is not valid: {why}. Set '{{A: b}}'"])
     return values

@@ -18,10 +18,10 @@ GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
 REPORT = """rayapp report RUN [RUN ...] [--out=FILE]
 
-RUN is a run's folder or s3:// URL. One run: report.html in its folder. Several: one page that
-compares them, comparison.html.
+RUN is a run's folder or s3:// URL. For one run, the command writes report.html to the run's folder;
+for several runs, it writes comparison.html, one page that compares them.
 
-  --out=FILE   where to instead"""
+  --out=FILE   write to this file instead"""
 
 
 def report(argv: list[str]) -> int:
@@ -33,7 +33,7 @@ def report(argv: list[str]) -> int:
 
     runs, asked = arguments.read_words(argv, {"out": "none"})
     if not runs:
-        raise ConfigError([f"RUN is missing: there is nothing to report on. {GIVE_RUN}"])
+        raise ConfigError([f"RUN is missing: the report needs a run. {GIVE_RUN}"])
     out = None if asked["out"] == "none" else asked["out"]
     try:
         folders = [open_storage(run) for run in runs]
@@ -51,15 +51,15 @@ def report(argv: list[str]) -> int:
 
 GENERATE = """rayapp generate RUN [--prompt=TEXT] [--option=value ...]
 
-RUN is a run's folder or s3:// URL. Without --prompt each line of the standard input is one; in a
-terminal that is a conversation, which Ctrl-D ends.
+RUN is a run's folder or s3:// URL. Without --prompt, each line of the standard input is a prompt;
+in a terminal the command holds a conversation until Ctrl-D.
 
-  --max_tokens=256     most that it writes
-  --temperature=0.7    0 takes the likeliest token each time
-  --chat               through the tokenizer's chat template, as a run on chats does by itself;
-                       --chat=false does not
-  --system=TEXT        the system's message, in place of the one that all chats of the run's
-                       training began with"""
+  --max_tokens=256     maximum number of new tokens
+  --temperature=0.7    sampling temperature; 0: greedy decoding
+  --chat               use the tokenizer's chat template (default for a run trained on chats);
+                       --chat=false: do not use it
+  --system=TEXT        system message; by default the one with which all training chats of the
+                       run began"""
 
 
 def generate(argv: list[str]) -> int:
@@ -86,10 +86,10 @@ def generate(argv: list[str]) -> int:
 
 CHECK = """rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
 
-Opens RUN/model as its users do, in float32 on this machine: transformers of this environment, and
-each program in the environment of its own that is named. Each applies the chat template, writes the
-likeliest tokens, stops where a trained answer ends, and writes the same text. RUN is a run's folder
-or s3:// URL; adapters are opened on their base, for llama.cpp merged into it.
+Opens RUN/model in float32 on this machine: in transformers of this environment, and in each program
+for which you give an environment. The check is that each program applies the chat template, decodes
+greedily, stops where a trained answer ends, and generates the same text. RUN is a run's folder or
+s3:// URL. Adapters are opened on their base; for llama.cpp they are merged into it.
 
   --vllm=FOLDER            python -m venv FOLDER; FOLDER/bin/pip install vllm
   --transformers4=FOLDER   the same with 'transformers<5', peft and torch
@@ -131,10 +131,10 @@ def _show(verdicts: list[Verdict]) -> None:
 
 MERGE = """rayapp merge RUN [--out=FOLDER]
 
-RUN is the folder or s3:// URL of a run that has exported an adapter. Adds the adapter to its base
-with peft, in float32, and writes one model folder in the dtype of the base.
+RUN is the folder or s3:// URL of a run that has exported an adapter. The command adds the adapter
+to its base with peft, in float32, and writes one model folder in the dtype of the base.
 
-  --out=FOLDER   where to; by default the name of the run with -merged, here"""
+  --out=FOLDER   the folder to write to; by default the run's name with -merged, here"""
 
 
 def merge(argv: list[str]) -> int:
@@ -159,13 +159,13 @@ def merge(argv: list[str]) -> int:
 
 PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
 
-RUN is a run's folder or s3:// URL, ORG/NAME a repository of the Hugging Face hub, which is created
-if there is none. The token is that of HF_TOKEN or of `hf auth login`. A command that was cut off
-goes on when it is given again.
+RUN is a run's folder or s3:// URL. ORG/NAME is a repository of the Hugging Face hub; the command
+creates it if it does not exist. The token comes from HF_TOKEN or `hf auth login`. After an
+interruption, give the same command again; it continues.
 
-  --base=ORG/NAME   the hub's id of the model that the run started from, if the run knows it as a
-                    folder; none if the hub has none, of a model that is no adapter
-  --public          create a repository that everybody sees; a new one is private otherwise"""
+  --base=ORG/NAME   hub id of the model that the run started from, if the run knows that model as a
+                    folder; none: that model is not on the hub (not for adapters)
+  --public          create a public repository; by default a new repository is private"""
 
 
 def publish(argv: list[str]) -> int:
@@ -179,12 +179,12 @@ def publish(argv: list[str]) -> int:
     from rayapp.report.publish import publish as send
 
     if any(redacted(word) != word for word in argv):
-        why = "others see it in the list of processes and in the shell's history"
+        why = "others can read it in the process list and in the shell history"
         raise ConfigError([f"a token on the command line is refused: {why}. Set HF_TOKEN"])
     options = {"base": "none given", "public": "false"}
     names, asked = arguments.read_words(arguments.flags(argv, ["public"]), options)
     if len(names) != 2:
-        raise ConfigError([f"{' '.join(names) or 'RUN'} is not valid: give RUN and ORG/NAME"])
+        raise ConfigError([f"{' '.join(names) or 'RUN'} is not valid: set RUN and ORG/NAME"])
     base = None if asked["base"] == options["base"] else asked["base"]
     try:
         run = generation.exported(names[0])
@@ -193,7 +193,7 @@ def publish(argv: list[str]) -> int:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return Exit.STOPPED
     print(f"{done.url} ({'private' if done.private else 'public'})")
     for what, files in (("sent", done.sent), ("was there", done.kept)):
@@ -225,7 +225,7 @@ def _settings(max_tokens: str, temperature: str, chat: str, system: str, prompt:
     if not 0 <= heat < float("inf"):
         problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
     if chat.lower() not in chats:
-        problems.append(f"--chat={chat} is not valid: it must be true or false. Leave it out")
+        problems.append(f"--chat={chat} is not valid: it must be true or false. Remove it")
     if problems:
         raise ConfigError(problems)
     said = None if system == "none" else system

@@ -21,11 +21,11 @@ from rayapp.storage import open_storage
 PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
 
   --json               print everything as JSON
-  --deadline_hours=H   find the cheapest machines that are done in H hours
-  --budget_usd=D       find the cheapest machines for at most D dollars
+  --deadline_hours=H   find the cheapest machines that finish the run in H hours
+  --budget_usd=D       find the cheapest machines that cost at most D dollars
   --region=NAME        AWS region of the prices; us-west-2 by default
-  --images=N           training images of a classifier, where the config has no data.count
-  --usd_per_hour=D     price of one instance, e.g. spot, instead of the list's"""
+  --images=N           number of training images of a classifier, if data.count is none
+  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price"""
 
 LISTED = """rayapp presets [--json]
 
@@ -114,9 +114,9 @@ def _refuse_unsuited(
         ConfigError: there is one.
     """
     if isinstance(config, Config) and options["images"].lower() != "none":
-        raise ConfigError([f"--images={options['images']} is for image classifiers: leave it out"])
+        raise ConfigError([f"--images={options['images']} is for image classifiers: remove it"])
     if usd_per_hour is not None and len(config.cluster.choices) > 1:
-        what = f"cluster.instance is a list. Set each price there, e.g. TYPE:spot@{usd_per_hour:g}"
+        what = f"cluster.instance is a list. Set each price in it, e.g. TYPE:spot@{usd_per_hour:g}"
         raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
 
 

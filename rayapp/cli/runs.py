@@ -22,7 +22,7 @@ from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
 from rayapp.storage import Storage, StorageError, open_storage
 
-BEGIN = "Begin one: rayapp finetune tiny_cpu. Name others by --storage=URL or --address=URL"
+BEGIN = "Start one: rayapp finetune tiny_cpu. Find others by --storage=URL or --address=URL"
 AWS_SETTINGS = os.path.expanduser("~/.aws/config")
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
@@ -116,7 +116,7 @@ def _idle() -> list[str]:
     except BotoCoreError:  # there is no way to AWS from here
         return []
     except (ClientError, StorageError) as error:
-        return [f"whether clusters stand idle is not known: {error}"]
+        return [f"idle clusters are not known: {error}"]
 
 
 @command("rayapp status RUN [--storage=URL] [--address=URL] [--json]")

@@ -122,20 +122,20 @@ def du(argv: list[str]) -> int:
 
 @command("""rayapp rm RUN [--storage=URL] [--address=URL] [--dry_run] [--yes]
 
-Removes the files that a run has written, and says first which. Other files in its folder stay.
+Lists the files that a run has written, asks, and removes them. Other files in its folder stay.
 
-  --dry_run      only say what would be removed
-  --yes          do not ask; without a terminal there is nobody to ask""")
+  --dry_run      only list what would be removed
+  --yes          do not ask; required without a terminal""")
 def rm(argv: list[str]) -> int:
     """Remove a run that no driver works on: its checkpoints, model and metrics."""
     argv = arguments.flags(argv, {"dry_run", "yes"})
     handle, asked = handle_of(argv, {"dry_run": "false", "yes": "false"}, located)
     run = handle.run
     if (path := run.local_path()) is not None and os.path.islink(path):
-        what = "is a link: what it leads to is not removed"
+        what = "is a link: rayapp removes no target of a link"
         raise ConfigError([f"run={run.url} {what}. Give the folder itself"])
     if not is_run(run):
-        what = f"is no run: it has no {RUN_ID}, and no {EVENTS} as a run begins it"
+        what = f"is no run: it has no {RUN_ID} and no {EVENTS} of a run"
         raise ConfigError([f"run={run.url} {what}. Give the folder of a run"])
     files, stays = _sorted_out(run, OWN)
     own, size = [file.name for file in files], _size(_bytes(files))
@@ -177,7 +177,7 @@ def _agreed() -> bool:
         ConfigError: there is no terminal.
     """
     if not sys.stdin.isatty():
-        raise ConfigError(["--yes is missing: there is no terminal to ask at. Add it to remove it"])
+        raise ConfigError(["--yes is missing: there is no terminal to ask at. Add it"])
     try:
         if input("remove it? [y/N] ").strip().lower() in ("y", "yes"):
             return True
@@ -189,11 +189,11 @@ def _agreed() -> bool:
 
 @command("""rayapp prune [--storage=URL] [--unused_days=30] [--dry_run]
 
-Removes rows that no unfinished run needs, and tokens that no other rows were made of, if they were
-not used for that long. Rows are made again from tokens, tokens from the data.
+Removes unused rows that no unfinished run needs, and unused tokens from which no remaining rows
+were made. Rows are made again from tokens, tokens from the data.
 
-  --unused_days=30   days for which they were not used
-  --dry_run          only say what would be removed""")
+  --unused_days=30   only remove what was unused for this many days
+  --dry_run          only list what would be removed""")
 def prune(argv: list[str]) -> int:
     """Remove rows and tokens that no run needs."""
     known = {"storage": "none", "unused_days": "30", "dry_run": "false"}
@@ -204,7 +204,7 @@ def prune(argv: list[str]) -> int:
     if unknown := [run for run in space.runs if run.needs is None]:
         raise ConfigError(
             [
-                f"run={root.url}/{run.name} is unreadable: {run.reason}. Mend it, or delete it"
+                f"run={root.url}/{run.name} is unreadable: {run.reason}. Repair it, or delete it"
                 for run in unknown
             ]
         )

@@ -125,11 +125,11 @@ def from_dict(
     named = KINDS.get(task) if isinstance(task, str | None) else None
     if named is None:
         known = ", ".join(name for name in KINDS if name)
-        what = f"Set task to one of {known}, or leave it out for a language model"
+        what = f"Set task to one of {known}, or remove it for a language model"
         line = f"task={shown(task)} is unknown: it names the kind of model to train. {what}"
         raise ConfigError([*problems, line])
     if kind is not None and task is not None and named is not kind:
-        line = f"task={task} is of another command: this one runs {kind.MODULE}. "
+        line = f"task={task} is for another command: this command runs {kind.MODULE}. "
         raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
     return reading.check(kind or named, tree, problems)
 

@@ -51,7 +51,7 @@ def read(
     problems = []
     if len(paths) > 1:
         problems.append(
-            f"{' '.join(paths[1:])} is unexpected: one config file is read. "
+            f"{' '.join(paths[1:])} is unexpected: a command reads one config file. "
             "Write --section.field=value"
         )
     own = {name: value for name, value in overrides.items() if not _of_config(name)}
@@ -81,12 +81,12 @@ def read_plain(
     problems = _unknown(own, options)
     if what and len(words) != 1:
         problems.append(
-            f"{what} is missing: one is expected. Give it"
+            f"{what} is missing: the command needs it. Add it"
             if not words
-            else (f"{' '.join(words[1:])} is unexpected: one {what} is expected. Leave it out")
+            else (f"{' '.join(words[1:])} is unexpected: the command takes one {what}. Remove it")
         )
     if not what and words:
-        problems.append(f"{' '.join(words)} is unexpected: only options are. Leave it out")
+        problems.append(f"{' '.join(words)} is unexpected: only options are allowed. Remove it")
     if problems:
         raise ConfigError(problems)
     return words[0] if what else "", {**options, **own}

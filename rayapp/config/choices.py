@@ -79,7 +79,7 @@ def one_or_choices(value: Any) -> str | tuple[str, ...] | None:
         raise ValueError(f"{wrong[0]} must be text")
     places = [Choice.parse(each).place for each in value]
     if len(set(places)) < len(places):
-        raise ValueError("it must name an instance type once for each market")
+        raise ValueError("each instance type may appear once per market")
     if len(places) > MOST:
         raise ValueError(f"it must have at most {MOST} choices")
     return str(value[0]) if len(value) == 1 else tuple(value)

@@ -61,7 +61,7 @@ def load_code(field: str, name: str, checked: bool = False) -> Any:
     except Exception as error:  # the user's module may raise anything
         raise CodeError(
             f"{field}={name} cannot be imported: {type(error).__name__}: {error}. Start "
-            "the run from the folder that holds it, or put it into the job's working_dir"
+            "the run from the folder of the module, or put the module into the job's working_dir"
         ) from error
     if not callable(found):
         raise CodeError(f"{field}={name} is not a function: it is {type(found).__name__}")
@@ -75,7 +75,7 @@ def _check(field: str, name: str, module: str, checked: bool) -> None:
         raise CodeError(
             f"{field}={name} is not code of yours: {module} is a module of "
             f"{'rayapp' if top == 'rayapp' else 'Python'}. Name a function that your own package "
-            "defines; give a module of yours another name"
+            "defines, or rename your module"
         )
     if checked or any(f"{module}.".startswith(f"{each}.") for each in named):
         return
@@ -90,15 +90,15 @@ def _check(field: str, name: str, module: str, checked: bool) -> None:
             inner = place.relative_to(folder).parts if place.is_relative_to(folder) else ()
             if inner[:1] != (top,) and not (len(inner) == 1 and inner[0].startswith(f"{top}.")):
                 raise CodeError(
-                    f"{field}={name} is not code of yours: {part} is {place}, not of the working "
-                    f"folder {folder}. Start the command from the folder that holds your code, or "
-                    f"set {NAMED}={top} to have this package run"
+                    f"{field}={name} is not code of yours: {part} is {place}, outside the working "
+                    f"folder {folder}. Start the command from the folder of your code, or "
+                    f"set {NAMED}={top} to allow this package"
                 )
             for below in accumulate(inner, Path.joinpath, initial=folder):
                 if _others_may_write(below):
                     raise CodeError(
-                        f"{field}={name} is not safe to run: others can write to {below}. Take "
-                        f"that right from them, or set {NAMED}={top} to have it run all the same"
+                        f"{field}={name} is not safe to run: others can write to {below}. Remove "
+                        f"their write permission, or set {NAMED}={top} to run the code anyway"
                     )
 
 

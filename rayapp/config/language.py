@@ -38,79 +38,78 @@ Checkpointing = Literal["none", "full", "selective"]
 
 class Model(Section):
     path: Text = "tiny"
-    """Folder of a Hugging Face model or an exported adapter, or a GGUF file, here or on s3://, hub
-    id, or a preset such as `tiny`."""
+    """The model to train: a Hugging Face model folder, an adapter folder or a GGUF file (local or
+    s3://), a hub id, or a preset such as `tiny`."""
     adapter: Literal["train", "merge"] = "train"
-    """Where path is an adapter: train goes on with it, with its own `lora` settings; merge adds it
-    to its base, and trains all of that model's weights, or new adapters (`lora`)."""
+    """Use of an adapter in path. train: continue to train it with its own `lora` settings. merge:
+    add it to its base, then train all weights or new adapters (`lora`)."""
     init_from: OptionalStr = None
-    """RUN or RUN@STEP, a folder, a name in run.storage or s3://: start with the weights of that
-    run's newest usable checkpoint, or of that step; path names the same model."""
+    """Start with the weights of another run's checkpoint: RUN (its newest usable checkpoint) or
+    RUN@STEP. RUN is a folder, a name in run.storage or an s3:// URL; path names the same model."""
     from_scratch: bool = False
-    """Start from random weights with this model's shape; a preset without weights asks for it,
-    but for `tiny`."""
+    """Start from random weights with the shape of this model; required for every preset that has no
+    weights, except `tiny`."""
     tokenizer: OptionalStr = None
-    """Folder, s3:// folder or hub id; `bpe:4096` trains a byte-level BPE of that size on the
-    data; `bytes` is one token a byte; none takes the model's own (presets: `bpe` of their size)."""
+    """Folder, s3:// folder or hub id. bpe:4096: train a byte-level BPE of that size on the data.
+    bytes: one token per byte. none: the model's tokenizer (presets: a `bpe` of their size)."""
     new_tokens: Texts = ()
-    """Token, or list of tokens, that the tokenizer lacks, e.g. `["<|im_start|>", "<|im_end|>"]`:
-    they become special tokens, with rows in the embedding and the head that are trained, beside
-    adapters too."""
+    """Token, or list of tokens, to add to the tokenizer, e.g. `["<|im_start|>", "<|im_end|>"]`.
+    They become special tokens; their embedding and output head rows are trained, also with LoRA."""
     attention: Literal["auto", "sdpa", "flash", "flex", "varlen", "eager"] = "auto"
-    """Attention kernel; auto takes the best that is there."""
+    """Attention kernel; auto: the best kernel that is available."""
     lora: Annotated[Lora | None, BeforeValidator(mapping)] = None
-    """Train low-rank adapters on a frozen base; none trains all weights."""
+    """Train low-rank adapters on a frozen base; none: train all weights."""
     overrides: Annotated[dict[str, JsonValue], BeforeValidator(mapping)] = Field(
         default_factory=dict
     )
-    """Fields of the model's config.json to replace, e.g. `{num_hidden_layers: 4}`."""
+    """Values that replace fields of the model's config.json, e.g. `{num_hidden_layers: 4}`."""
 
 
 class Data(Section):
     path: Text = "stdlib"
-    """File, glob, folder, s3:// path, `org/name:config@split#revision` of the hub, or `stdlib`
-    (Python's own standard library)."""
+    """The training data: a file, glob, folder, s3:// path, hub data set
+    (`org/name:config@split#revision`), or `stdlib` (the source of Python's standard library)."""
     mixture: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
-    """Several such paths by weight instead of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`: their shares
-    of the rows trained on; needs train.max_steps."""
+    """Several paths with weights, in place of path, e.g. `{a.jsonl: 3, s3://b/c: 1}`. The weights
+    are shares of the training rows. Requires train.max_steps."""
     format: Text = Field(
         default="auto",
         pattern=r"^(auto|text|jsonl|json|csv|tsv|parquet|arrow|hub|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
     )
     """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
-    which yields records; auto goes by the files' names and first bytes."""
+    which yields records. auto: detect the format from the file names and the first bytes."""
     kind: DataKind = "auto"
-    """What is made of a record: text, prompt and completion, or chat; auto goes by its columns
-    (docs/data.md lists the shapes)."""
+    """Kind of the records: text, prompt (with completion) or chat. auto: detect the kind from the
+    columns (docs/data.md lists the shapes)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
-    """Your columns by the names of known ones, e.g. `{question: problem, answer: solution}`."""
+    """Known column names and your names for them, e.g. `{question: problem, answer: solution}`."""
     chat_template: OptionalStr = None
-    """Jinja file (or s3://) or `chatml` in place of the tokenizer's own, exported too; `training`:
-    trl's training variant of the tokenizer's, for the rows alone (extra `chat`)."""
+    """Replaces the tokenizer's chat template: a Jinja file (local or s3://) or `chatml`, exported
+    too. training: trl's training variant of the template, for rows only (extra `chat`)."""
     reasoning: Literal["train", "mask", "drop"] = "train"
-    """The assistant's reasoning: bears loss, is read without loss, or is left out."""
+    """The assistant's reasoning. train: it bears loss. mask: no loss. drop: it is left out."""
     special_tokens: Literal["text", "control"] = "text"
-    """What the text of a control token, such as <|im_start|>, is in your records."""
+    """How control tokens such as <|im_start|> in your records are tokenised."""
     seq_len: int = Field(default=512, ge=8, le=1_048_576)
-    """Tokens in a row."""
+    """Number of tokens in a row."""
     pack: bool = True
-    """Put several documents in a row (attention never crosses them); false: one piece a row."""
+    """Pack several documents into a row; attention never crosses them. false: one piece per row."""
     packings: int = Field(default=1, ge=1, le=64)
-    """Ways to put documents together in rows: epochs take them in turn, and each takes the room of
-    all rows. 1: every epoch has the same rows."""
+    """Number of packings of the documents into rows; epochs use them in turn. Each packing needs
+    storage for all rows. 1: every epoch has the same rows."""
     truncate: bool = False
-    """Cut documents longer than seq_len; false splits them, so that no token is lost."""
+    """Cut documents longer than seq_len; false: split them, so that no token is lost."""
     eval_path: OptionalStr = None
-    """Held-out data in the same format; none holds out eval_fraction of path."""
+    """Held-out data in the same format; none: hold out eval_fraction of path."""
     eval_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share held out, 0-1: the last bytes of a single text file, otherwise documents by hash."""
+    """Fraction held out, 0-1: the last bytes of a single text file, otherwise documents by hash."""
     bad_rows: float = Field(default=0.01, ge=0, le=1)
-    """Share of rows, 0-1, that may be unusable; more stops the run, fewer are counted and named."""
+    """Maximum fraction of unusable records, 0-1; more stop the run, fewer are counted and named."""
     window_bytes: OptionalInt = Field(default=None, ge=1_048_576)
-    """Bytes of data, from distant places, that are shuffled and packed together (2**28 is 256 parts
-    of 1 MiB); with train.max_steps training starts at the first. none: all rows at once."""
+    """Shuffle and pack the data in windows of this many bytes from all over it (2**28: 256 parts of
+    1 MiB). With train.max_steps, training starts after the first. none: all rows at once."""
     workers: OptionalInt = Field(default=None, ge=1)
-    """Ray Data tasks at once for reading and packing; none takes the CPUs that training leaves."""
+    """Number of Ray Data tasks that read and pack; none: use the CPUs that training leaves free."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -122,93 +121,91 @@ class Train(TrainSection):
     tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
     micro_batch: AutoInt = Field(default=8, ge=1)
-    """Rows in one forward and backward on one worker; auto: the most that fit into a worker's
-    memory by the plan, half of them after a step that runs out of memory."""
+    """Rows per forward and backward pass on one worker. auto: the largest number that the plan
+    expects to fit into memory; it is halved after a step that runs out of memory."""
     optimizer: OptimizerName = "adamw"
-    """adamw8bit keeps the moments in 8 bits (torchao); muon: Muon for the blocks' matrices and
-    AdamW for all else, with one lr."""
+    """adamw8bit: AdamW with 8-bit moments (torchao). muon: Muon for the matrices of the blocks and
+    AdamW for all other parameters, with the same lr."""
     max_steps: OptionalInt = Field(default=None, ge=0)
-    """Optimizer steps; none is derived from epochs."""
+    """Number of optimizer steps; none: computed from epochs."""
     epochs: OptionalInt = Field(default=None, ge=1)
-    """Passes over the data, when max_steps is none (then 1 if this is none too)."""
+    """Passes over the data if max_steps is none; if both are none, 1 pass."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the end of cosine, linear and wsd, as a share of lr, 0-1."""
+    """Final learning rate of the cosine, linear and wsd schedules, as a fraction of lr, 0-1."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up; wsd stays at the peak and falls at the end."""
+    """Learning rate schedule after warm-up. wsd: stay at the peak, then decay at the end."""
     decay: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps, 0-1, over which wsd falls."""
+    """Fraction of the steps, 0-1, over which the wsd schedule decays."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Number of steps of linear warm-up from a learning rate of 0."""
     schedule_from: int = Field(default=0, ge=0)
-    """Steps done when the schedule begins: a run that is made longer may have a new one, with a
-    warm-up and an end of its own, for the steps to come."""
+    """Step at which the schedule begins. When you extend a run, this gives the remaining steps a
+    schedule with its own warm-up and end."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled weight decay of matrices; norms, biases and embeddings have none."""
+    """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
     freeze: Texts = ()
-    """Pattern, or list of patterns, of names of parameters that are not trained, e.g.
-    `[model.embed_tokens.*, model.layers.?.*]`: the names of the model's files."""
+    """Pattern, or list of patterns, of parameters to freeze, by their names in the model's files,
+    e.g. `[model.embed_tokens.*, model.layers.?.*]`."""
     lr_by_name: Annotated[dict[str, Weight], BeforeValidator(mapping)] = Field(default_factory=dict)
-    """Factors of lr by such patterns, e.g. `{"*.lora_B.*": 16}`; the first that matches counts."""
+    """Factors of lr by name pattern, e.g. `{"*.lora_B.*": 16}`; the first match is used."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.95)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's beta1 and beta2, the decay rates of its two moments."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared log of the softmax's sum in the objective; not in the loss shown."""
+    """Weight of the z-loss (squared log of the softmax's sum); not in the displayed loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the target, 0-1, spread over the vocabulary; not in the loss shown."""
+    """Fraction of the target, 0-1, spread over the vocabulary; not in the displayed loss."""
     router_loss: AutoFloat = Field(default=None, ge=0)
-    """Weight of the experts' load-balancing loss in the objective; not in the loss shown. auto:
-    router_aux_loss_coef of config.json, whatever its output_router_logits says; 0: none."""
+    """Weight of the experts' load-balancing loss in the objective; not in the displayed loss. auto:
+    router_aux_loss_coef of config.json, whatever output_router_logits is. 0: no such loss."""
     on_spike: Literal["none", "skip", "stop"] = "none"
-    """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
-    they are and goes on, takes 8 such losses in a row that lie close together for a new level, and
-    ends the run after 16 such steps in a row; stop ends it at once; both name the rows. none: only
-    what is not finite ends the run."""
+    """Action if the loss of a step is a spike, NaN or infinite. none: only NaN or infinity ends the
+    run. skip: discard the update; 8 similar high losses in a row become the new normal; 16 such
+    steps in a row end the run. stop: end the run at once. skip and stop log the step's rows."""
     spike_sigmas: float = Field(default=6.0, gt=0)
-    """How many standard deviations above the mean of the last 64 steps a spike is."""
+    """A loss this many standard deviations above the mean of the last 64 steps is a spike."""
     grad_clip: OptionalFloat = Field(default=1.0, gt=0)
-    """Largest global norm of the gradient; none does not clip."""
+    """Clip the gradient to this global norm; none: do not clip."""
     precision: Literal["auto", Precision] = "auto"
-    """Precision of compute; weights, gradients' sums and optimizer stay fp32. auto: bf16 where
-    a short measurement finds it faster, else fp32. fp8: the blocks' matmuls, where GPUs have it."""
+    """Compute precision; weights, gradient sums and optimizer state stay fp32. auto: bf16 if a
+    short measurement finds it faster, else fp32. fp8: matmuls of the blocks, on GPUs with fp8."""
     compile: bool = False
-    """torch.compile the transformer blocks, one compilation for all of them."""
+    """Compile the transformer blocks with torch.compile, once for all of them."""
     loss: OptionalCode = None
-    """`mypackage.module:function` that gives the loss of each token from its logits, in place of
-    the cross-entropy, which is still the loss shown (docs/own_code.md)."""
+    """`mypackage.module:function` that computes the loss of each token from its logits; it replaces
+    the cross-entropy, which remains the displayed loss (docs/own_code.md)."""
     loss_chunk: int = Field(default=4096, ge=0)
-    """Tokens whose logits exist at once; 0 holds all logits of a micro-batch."""
+    """Number of tokens whose logits are in memory at once; 0: all tokens of a micro-batch."""
     loss_kernel: Literal["chunked", "liger"] = "chunked"
-    """chunked: PyTorch's own operations, on any device; liger: the fused kernel of the package
-    liger-kernel, on GPUs, with chunks of its own size."""
+    """chunked: plain PyTorch operations, on any device. liger: the fused kernel of the package
+    liger-kernel, on GPUs; it chooses its own chunk size."""
 
 
 class Parallel(Section):
     strategy: Strategy = "full_shard"
-    """What FSDP shards, with PyTorch's names."""
+    """What FSDP shards; the names are PyTorch's."""
     replicas: OptionalInt = Field(default=None, ge=1)
-    """hybrid_shard: how many copies of the model; none is one per node."""
+    """Number of model replicas for hybrid_shard; none: one per node."""
     activation_checkpointing: Checkpointing = "none"
-    """Recompute activations in the backward pass instead of keeping them; selective keeps what
-    costs most to recompute for the memory it takes."""
+    """Recompute activations in the backward pass instead of keeping them. full: recompute all.
+    selective: keep the activations that are expensive to recompute for the memory they need."""
     activation_offload: bool = False
-    """Hold what is kept for the backward pass in host memory."""
+    """Keep the saved activations in host memory."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
 
 
 class LanguageEval(SharedEval):
     prompts: Texts = ()
-    """Text, or list `[a, b]` of texts, to continue, or to answer where data.kind is chat: by the
-    likeliest tokens at each evaluation of the held-out data, by drawn ones at the end. The report
-    shows the answers by step."""
+    """Text, or list `[a, b]` of texts, that the model continues, or answers if data.kind is chat:
+    greedy at each held-out evaluation, sampled at the end. The report shows the answers by step."""
     tasks: Tasks = Field(default_factory=dict)
-    """Questions with their answers, by name: a path, or `{path: a.jsonl, score: json}`. The model
-    is scored on them before the first step, at each evaluation and at the end (docs/tasks.md)."""
+    """Questions with answers, by task name: a path, or `{path: a.jsonl, score: json}`. The model is
+    scored before the first step, at each evaluation and at the end (docs/tasks.md)."""
     metrics: Codes = ()
-    """`mypackage.module:function` that give a figure of each held-out token from its logits; their
-    means are reported beside the held-out loss (docs/own_code.md)."""
+    """List of `mypackage.module:function` that compute a metric of each held-out token from its
+    logits. The mean of each metric is reported with the held-out loss (docs/own_code.md)."""
 
 
 class Config(RunConfig):
@@ -291,23 +288,23 @@ def _batch_and_data(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         yield (
             ("data.packings", f"data.{field}"),
             f"data.packings={data.packings} is in conflict: with data.{field}="
-            f"{shown(getattr(data, field))} rows are packed in one way. Set data.packings=1",
+            f"{shown(getattr(data, field))} there is only one packing. Set data.packings=1",
         )
 
 
 def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     train, new = config.train, config.model.new_tokens
     if len(set(new) - {""}) < len(new):
-        what = "an empty token" if "" in new else "a token twice"
+        what = "contains an empty token" if "" in new else "contains a token twice"
         yield (
             ("model.new_tokens",),
-            f"model.new_tokens={shown(list(new))} is not valid: it has {what}. Set distinct texts",
+            f"model.new_tokens={shown(list(new))} is not valid: it {what}. Set distinct texts",
         )
     if train.loss_kernel == "liger" and (train.z_loss or train.label_smoothing):
         yield (
             ("train.loss_kernel", "train.z_loss", "train.label_smoothing"),
-            "train.loss_kernel=liger is in conflict: it returns only the objective, which "
-            "differs from the loss with train.z_loss or train.label_smoothing. Set "
+            "train.loss_kernel=liger is in conflict: the kernel returns only the objective, and "
+            "train.z_loss and train.label_smoothing make the displayed loss differ from it. Set "
             "train.loss_kernel=chunked",
         )
     if train.loss is not None and (
@@ -315,14 +312,14 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     ):
         yield (
             ("train.loss", "train.z_loss", "train.label_smoothing", "train.loss_kernel"),
-            f"train.loss={train.loss} is in conflict: your function is the objective, so that "
+            f"train.loss={train.loss} is in conflict: your function is the objective, so "
             "train.z_loss, train.label_smoothing and train.loss_kernel have no effect. Remove them",
         )
     if train.freeze and (config.model.lora is not None or config.model.init_from is not None):
         other, why, cure = (
-            ("lora", "only the adapters are trained", "Leave train.freeze out")
+            ("lora", "only the adapters are trained", "Remove train.freeze")
             if config.model.lora is not None
-            else ("init_from", "no checkpoint holds frozen weights", "Set model.path=RUN/model")
+            else ("init_from", "checkpoints contain no frozen weights", "Set model.path=RUN/model")
         )
         yield (
             ("train.freeze", f"model.{other}"),
@@ -334,8 +331,8 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     for name in taken & config.eval.tasks.keys():
         yield (
             ("eval.tasks", "eval.metrics"),
-            f"eval.tasks.{name} is in conflict: eval.metrics has a function of this name too. Set "
-            "another name",
+            f"eval.tasks.{name} is in conflict: eval.metrics has a function with the same name. "
+            "Rename one of the two",
         )
 
 
@@ -348,24 +345,24 @@ def _adapters(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         value = "true" if lora.dora else lora.dropout
         yield (
             ("model.lora.target_parameters", f"model.lora.{name}"),
-            f"model.lora.{name}={value} is in conflict: peft has none for adapters of "
-            "parameters, as model.lora.target_parameters asks for. Leave one of them out",
+            f"model.lora.{name}={value} is in conflict: peft does not support it for "
+            "adapters of parameters (model.lora.target_parameters). Remove one of the two",
         )
     if OPTIMIZERS[train.optimizer].updates == "hidden matrices":
         yield (
             ("model.lora", "train.optimizer"),
-            f"train.optimizer={train.optimizer} is in conflict: it updates whole matrices, and an "
-            "adapter has two thin factors instead. Set train.optimizer=adamw",
+            f"train.optimizer={train.optimizer} is in conflict: it updates whole matrices, but an "
+            "adapter consists of two low-rank factors. Set train.optimizer=adamw",
         )
     if lora.quantize != "none" and config.model.from_scratch:
         yield (
             ("model.lora.quantize", "model.from_scratch"),
-            f"model.lora.quantize={lora.quantize} is in conflict: model.from_scratch=true has no "
-            "weights to hold in 4 bits. Set model.from_scratch=false",
+            f"model.lora.quantize={lora.quantize} is in conflict: with model.from_scratch=true "
+            "there are no weights to hold in 4 bits. Set model.from_scratch=false",
         )
     if lora.quantize != "none" and train.precision == "fp8":
         yield (
             ("model.lora.quantize", "train.precision"),
-            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also says "
-            "how the blocks' matmuls are done. Set train.precision=bf16",
+            f"model.lora.quantize={lora.quantize} is in conflict: train.precision=fp8 also sets "
+            "the precision of the blocks' matmuls. Set train.precision=bf16",
         )

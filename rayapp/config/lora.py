@@ -56,23 +56,23 @@ class Lora(Section):
     rank: int = Field(default=16, ge=1, le=2**20)
     """Rank of the two low-rank factors."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale; the update is multiplied by alpha / rank."""
+    """Scale of the update, which is multiplied by alpha / rank."""
     rslora: bool = False
-    """Multiply the update by alpha / sqrt(rank) instead, so that a larger rank may learn faster."""
+    """Multiply the update by alpha / sqrt(rank) instead; a larger rank may then learn faster."""
     dora: bool = False
-    """Train the norm of each output's weights apart from their direction (DoRA)."""
+    """Train the norm and the direction of each output's weights separately (DoRA)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the first factor, 0-1."""
     targets: Strings = ()
-    """Names of linear layers that get adapters; empty means all linear layers of the blocks."""
+    """Names of the linear layers that get adapters; none: all linear layers of the blocks."""
     target_parameters: Strings = ()
     """Names of experts' parameters (gate_up_proj, down_proj) that get an adapter for each expert;
-    not with DoRA or dropout, which peft has for none of them."""
+    cannot be combined with DoRA or dropout (peft does not support it)."""
     quantize: Literal["none", "nf4"] = "none"
-    """Hold the frozen base's linear layers in 4 bits (QLoRA); needs bitsandbytes."""
+    """nf4: hold the linear layers of the frozen base in 4 bits (QLoRA); requires bitsandbytes."""
     merge: bool = False
-    """Add the adapters to the base in model/, and write them alone to adapter/; false: model/ holds
-    the adapters, as peft writes them."""
+    """true: model/ holds the base with the adapters added, adapter/ the adapters alone. false:
+    model/ holds the adapters in peft's format."""
 
     @property
     def name(self) -> str:

@@ -30,75 +30,75 @@ from rayapp.config.text import Dumper, shown
 
 class Run(Section):
     name: str = Field(default="tiny", pattern=NAME_PATTERN)
-    """Name of the run and of its folder; the same name and storage is the same run."""
+    """Name of the run and of its folder; the same name and storage mean the same run."""
     storage: Text = "runs"
-    """Folder or s3://bucket/prefix that holds the run's folder; every node must reach it."""
+    """Folder or s3://bucket/prefix that contains the run's folder; every node must reach it."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the weights (from scratch), of the order of rows and of dropout."""
+    """Seed for random weights (model.from_scratch), the order of the rows and dropout."""
     trackers: Trackers = ("tensorboard",)
-    """Where each step's metrics go as well: tensorboard (files in the run's folder), mlflow (to
-    MLFLOW_TRACKING_URI), wandb (with WANDB_API_KEY); none for nowhere."""
+    """Trackers that also get the metrics of each step: tensorboard (files in the run's folder),
+    mlflow (MLFLOW_TRACKING_URI), wandb (WANDB_API_KEY); none: no tracker."""
     hooks: Codes = ()
-    """`mypackage.module:name` of your code that the driver tells of steps, checkpoints and the end
-    (docs/own_code.md)."""
+    """Your code, as `mypackage.module:name`, that the driver notifies of steps, checkpoints and the
+    end (docs/own_code.md)."""
     max_usd: OptionalFloat = Field(default=None, gt=0)
-    """Dollars that all commands of the run may cost; then it saves and stops."""
+    """Maximum cost in USD of all the run's commands; the run then saves and stops."""
     max_hours: OptionalFloat = Field(default=None, gt=0)
-    """Hours that all commands of the run may take, waiting included; then it saves and stops."""
+    """Maximum hours of all the run's commands, waiting included; the run then saves and stops."""
 
 
 class Checkpoint(Section):
     every_steps: OptionalInt = Field(default=None, ge=1)
-    """Steps between checkpoints; none saves by every_s alone."""
+    """Steps between checkpoints; none: only every_s counts."""
     every_s: OptionalFloat = Field(default=600.0, gt=0)
-    """Seconds between checkpoints; none saves by every_steps alone."""
+    """Seconds between checkpoints; none: only every_steps counts."""
     keep: int = Field(default=2, ge=1)
-    """Committed checkpoints to keep; an older one goes after the next commit."""
+    """Number of committed checkpoints to keep; older ones are deleted after the next commit."""
     asynchronous: bool = True
-    """Copy off the device behind the next step's passes, and upload beside the steps after it."""
+    """Copy and upload a checkpoint in the background while the next steps run."""
     export: bool = True
-    """Write model/ as a Hugging Face folder at the end."""
+    """At the end, export the model to model/ as a Hugging Face folder."""
 
 
 class Eval(Section):
     every_steps: OptionalInt = Field(default=None, ge=1)
-    """Steps between held-out evaluations; none evaluates only at the end."""
+    """Steps between evaluations on the held-out data; none: evaluate only at the end."""
     checkpoints: bool = False
-    """Evaluate committed checkpoints beside training, where a worker's room is free."""
+    """Evaluate committed checkpoints during training, if resources for one more worker are free."""
 
 
 class Cluster(Section):
     workers: Workers = Field(default="2", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
-    """Training workers: `4`, or `2:8` for elastic."""
+    """Number of training workers: `4`, or `2:8` for an elastic number."""
     gpu: Gpu = "auto"
-    """One GPU per worker; auto: if the cluster has any."""
+    """Use one GPU per worker; auto: if the cluster has GPUs."""
     instance: Instances = None
     """EC2 instance type, e.g. p5.48xlarge, for plans, costs and rendered clusters; or a list in
-    order of preference, e.g. `[p5.48xlarge, p4d.24xlarge:spot@9.5]`: how each is bought, and the
-    USD per hour of one where that is not the list price on demand."""
+    order of preference, e.g. `[p5.48xlarge, p4d.24xlarge:spot@9.5]`: `:spot` names the market,
+    `@9.5` the USD per hour of one instance if it is not the on-demand list price."""
     usd_per_hour: OptionalFloat = Field(default=None, gt=0)
-    """Price of one instance, e.g. of spot; none takes the list price on demand."""
+    """USD per hour of one instance, e.g. a spot price; none: the on-demand list price."""
     ignore_plan: bool = False
-    """Start although the plan says that instance's memory is too small."""
+    """Start even if the plan says that the memory of the instance is too small."""
     resources: Annotated[dict[str, float], BeforeValidator(mapping)] = Field(default_factory=dict)
-    """More Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
+    """Additional Ray resources per worker, e.g. `{accelerator_type:H100: 0.001}`."""
     max_failures: int = Field(default=3, ge=0)
-    """Failures of each kind (steps, starts, machines) within `failure_window_s` to recover from
-    before giving up."""
+    """Maximum failures of each kind (steps, starts, machines) within `failure_window_s`; one more
+    ends the run."""
     failure_window_s: float = Field(default=21_600.0, gt=0)
-    """Seconds after which a failure no longer counts."""
+    """Seconds after which a failure is no longer counted."""
     max_preemptions: OptionalInt = Field(default=None, ge=0)
-    """Nodes taken away to recover from before giving up; none is any number."""
+    """Maximum number of preempted nodes; one more ends the run. none: no limit."""
     mtbf_hours: float = Field(default=50_000.0, gt=0)
-    """Hours between failures of one worker, assumed when the best checkpoint interval is computed.
-    The default is what Llama 3's pre-training saw per GPU; spot instances have far less."""
+    """Mean hours between failures of one worker, used to compute the best checkpoint interval. The
+    default is Llama 3's pre-training value per GPU; spot instances fail far more often."""
     idle_minutes: OptionalInt = Field(default=60, ge=5, le=1440)
-    """Minutes without GPU use after which a rendered cluster lets its workers go, at most the day
-    that an alarm of CloudWatch looks back; none: never."""
+    """Minutes without GPU use after which a rendered cluster releases its workers, 1440 at most (a
+    CloudWatch alarm looks back one day). none: never."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that ranks wait for one another before the workers are started again."""
+    """Seconds that ranks wait for one another before the workers are restarted."""
     address: OptionalStr = None
-    """Ray cluster: none takes RAY_ADDRESS or starts Ray here; `local` always starts Ray here."""
+    """Ray cluster. none: use RAY_ADDRESS, or start Ray here. local: always start Ray here."""
 
     @property
     def min_workers(self) -> int:
@@ -212,7 +212,7 @@ class RunConfig(Section):
             yield (
                 ("cluster.usd_per_hour", "cluster.instance"),
                 f"cluster.usd_per_hour={cluster.usd_per_hour:g} is ambiguous: "
-                f"cluster.instance is a list. Set each price there, e.g. "
+                f"cluster.instance is a list. Set each price in that list, e.g. "
                 f"{cluster.choices[0].instance}@{cluster.usd_per_hour:g}",
             )
 
@@ -262,6 +262,6 @@ def indivisible(field: str, value: int, unit: int, what: str) -> str:
     below = value // unit * unit
     legal = " or ".join(f"{each:_}" for each in (below, below + unit) if each)
     return (
-        f"{field}={value} is not divisible: a step is a whole number of micro-batches of {what}. "
+        f"{field}={value} is not divisible: a step must be whole micro-batches of {what}. "
         f"Set {field}={legal}"
     )

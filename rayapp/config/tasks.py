@@ -14,13 +14,13 @@ Score = Literal["exact", "normalised", "number", "json", "regex", "loss"]
 
 class EvalTask(Section):
     path: Text
-    """Records as of `data.path`, prompts or chats; the last answer of each is the wanted one."""
+    """Prompts or chats, read like `data.path`; the last answer of each record is the reference."""
     score: Score = "exact"
-    """What makes an answer right. exact: the same text; normalised: the same words; number: the
-    same last number; json: an equal value; regex: it holds the pattern that the wanted answer is.
-    loss: no answer is generated, and the figure is the loss of the wanted answers."""
+    """When an answer is right. exact: the same text as the reference. normalised: the same words.
+    number: the same last number. json: an equal value. regex: the answer contains a match of the
+    reference, a pattern. loss: nothing is generated; the score is the loss of the references."""
     max_tokens: int = Field(default=256, ge=1, le=65_536)
-    """Most tokens of an answer."""
+    """Maximum number of tokens of an answer."""
 
 
 def _as_task(value: Any) -> Any:

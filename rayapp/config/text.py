@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if getattr(event, "anchor", None) is not None:  # an alias has the name of its anchor
-            why = "anchors (&) and aliases (*) are not read: write each value out"
+            why = "anchors (&) and aliases (*) are not supported: write out each value"
             raise yaml.composer.ComposerError(None, None, why, event.start_mark)
         return super().compose_node(parent, index)
 
@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    why = f"{key.value} is there twice"
+                    why = f"the key {key.value} appears twice"
                     raise yaml.constructor.ConstructorError(None, None, why, key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -105,7 +105,7 @@ def read_yaml(path: str) -> tuple[dict[str, object], list[str]]:
         return {}, []
     if not isinstance(tree, dict):
         kind = type(tree).__name__
-        return {}, [f"config file {path} is not a mapping: it holds a {kind}. {give}"]
+        return {}, [f"config file {path} is not a mapping: it contains a {kind}. {give}"]
     return tree, []
 
 

@@ -29,122 +29,120 @@ Deviations = Annotated[tuple[Above0, Above0, Above0], BeforeValidator(comma_list
 
 class ImageModel(Section):
     path: Text = "resnet-tiny"
-    """Hugging Face folder, s3:// folder or hub id of an image classifier, or a preset: resnet18 to
-    resnet152, efficientnet-b0 to efficientnet-b7, resnet-tiny."""
+    """The image classifier to train: a Hugging Face folder, an s3:// folder, a hub id, or a preset:
+    resnet18 to resnet152, efficientnet-b0 to efficientnet-b7, resnet-tiny."""
     from_scratch: bool = False
-    """Start from random weights with this model's shape (always so for a preset)."""
+    """Start from random weights with the shape of this model (always true for a preset)."""
     overrides: Annotated[dict[str, JsonValue], BeforeValidator(mapping)] = Field(
         default_factory=dict
     )
-    """Fields of the model's config.json to replace, e.g. `{depths: [1, 1, 1, 1]}`."""
+    """Values that replace fields of the model's config.json, e.g. `{depths: [1, 1, 1, 1]}`."""
 
 
 class RandAugment(Section):
     layers: int = Field(default=2, ge=1)
-    """Operations, one after another, on each image."""
+    """Number of operations applied to each image, one after another."""
     magnitude: int = Field(default=9, ge=0, le=30)
     """Strength of the operations, 0-30."""
 
 
 class ImageDataConfig(Section):
     path: Text = "shapes"
-    """Folder, s3:// folder or mount that holds a folder for each class, tar shards, or Parquet;
-    `shapes` is a set that rayapp draws itself."""
+    """Folder, s3:// folder or mount with one folder per class, tar shards, or Parquet files;
+    `shapes` is a data set that rayapp generates."""
     format: Literal["auto", "folder", "tar", "parquet"] = "auto"
-    """How the images lie there; auto goes by the files' names."""
+    """Layout of the images; auto: detect the layout from the file names."""
     eval_path: OptionalStr = None
-    """Held-out images, laid out alike; none holds out eval_fraction of path."""
+    """Held-out images in the same layout; none: hold out eval_fraction of path."""
     eval_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """Share held out, 0-1, by a hash of the images' names."""
+    """Fraction of the images to hold out, 0-1, chosen by a hash of their names."""
     size: int = Field(default=224, ge=8, le=2048)
-    """Pixels of an image's sides, as the model sees it."""
+    """Height and width, in pixels, of the images that the model gets."""
     eval_crop: float = Field(default=0.875, gt=0, le=1)
-    """Held-out images are scaled so that the crop from the middle is this share of the shorter
-    side."""
+    """Centre crop of held-out images, as a fraction of the shorter side after scaling."""
     crop_scale: Annotated[tuple[Share, Share], BeforeValidator(comma_list)] = (0.08, 1.0)
-    """Area of the random crop as a share of the image's: least, most; `1, 1` takes the middle."""
+    """Minimum and maximum area of the random crop as a fraction; `1, 1`: a centre crop."""
     flip: Share = 0.5
     """Probability of mirroring an image, 0-1."""
     randaugment: Annotated[RandAugment | None, BeforeValidator(mapping)] = None
-    """Random operations on colours and geometry (RandAugment); none for none."""
+    """Random operations on colours and geometry (RandAugment); none: no such operations."""
     mixup: float = Field(default=0.0, ge=0)
-    """Alpha of mixup; 0 for none. Pairs lie in one micro-batch."""
+    """Alpha of mixup; 0: no mixup. Images are mixed within a micro-batch."""
     cutmix: float = Field(default=0.0, ge=0)
-    """Alpha of CutMix; 0 for none. With mixup as well each pair takes one of the two."""
+    """Alpha of CutMix; 0: no CutMix. With mixup set too, each pair gets one of the two."""
     mean: Three = (0.485, 0.456, 0.406)
-    """Mean of red, green and blue, 0-1, that is taken off."""
+    """Mean of red, green and blue, 0-1, subtracted from the pixels."""
     std: Deviations = (0.229, 0.224, 0.225)
-    """Their deviation, that is divided by."""
+    """Standard deviation of red, green and blue, by which the pixels are divided."""
     count: OptionalInt = Field(default=None, ge=1)
-    """How many training images there are, for a plan before the run has counted them itself."""
+    """Number of training images, for a plan made before the run has counted them."""
     bad_images: Share = 0.01
-    """Share of files, 0-1, that may be no images or damaged; more stops the run, fewer are counted,
-    named and skipped."""
+    """Maximum fraction of files, 0-1, that are damaged or no images; more stop the run, fewer are
+    counted, named and skipped."""
     workers: OptionalInt = Field(default=None, ge=1)
-    """Ray Data tasks at once that read, decode and augment; none takes the CPUs left over."""
+    """Number of Ray Data tasks that read, decode and augment; none: the CPUs left free."""
 
 
 class ImageTrain(TrainSection):
     images_per_step: int = Field(default=256, ge=1)
     """Global batch: images per optimizer step, over all workers."""
     micro_batch: int = Field(default=64, ge=1)
-    """Images in one forward and backward on one worker: what batch-norm takes its statistics of."""
+    """Images per forward and backward pass on one worker; also the batch of batch-norm."""
     optimizer: ImageOptimizerName = "sgd"
-    """lars: SGD with a rate for each layer (large batches)."""
+    """lars: SGD with a learning rate per layer, for large batches."""
     max_steps: OptionalInt = Field(default=None, ge=0)
-    """Optimizer steps; none is derived from epochs."""
+    """Number of optimizer steps; none: computed from epochs."""
     epochs: OptionalInt = Field(default=None, ge=1)
-    """Passes over the data, when max_steps is none (then 1 if this is none too)."""
+    """Passes over the data if max_steps is none; if both are none, 1 pass."""
     lr: float = Field(default=0.1, gt=0)
     """Peak learning rate."""
     min_lr: Share = 0.0
-    """Learning rate at the end of cosine, linear and wsd, as a share of lr, 0-1."""
+    """Final learning rate of the cosine, linear and wsd schedules, as a fraction of lr, 0-1."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Shape of the learning rate after warm-up; wsd stays at the peak and falls at the end."""
+    """Learning rate schedule after warm-up. wsd: stay at the peak, then decay at the end."""
     decay: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps, 0-1, over which wsd falls."""
+    """Fraction of the steps, 0-1, over which the wsd schedule decays."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Number of steps of linear warm-up from a learning rate of 0."""
     schedule_from: int = Field(default=0, ge=0)
-    """Steps done when the schedule begins: a run that is made longer may have a new one, with a
-    warm-up and an end of its own, for the steps to come."""
+    """Step at which the schedule begins. When you extend a run, this gives the remaining steps a
+    schedule with its own warm-up and end."""
     momentum: Beta = 0.9
-    """Of sgd (Nesterov's) and lars."""
+    """Momentum of sgd (Nesterov's) and lars."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's beta1 and beta2, the decay rates of its two moments."""
     weight_decay: float = Field(default=5e-5, ge=0)
-    """Of kernels and matrices; norms and biases have none. Decoupled in adamw alone."""
+    """Weight decay of kernels and matrices (not norms or biases); decoupled in adamw only."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the target, 0-1, spread over the classes; not in the loss shown."""
+    """Fraction of the target, 0-1, spread over the classes; not in the displayed loss."""
     ema: float = Field(default=0.0, ge=0, lt=1)
-    """Decay per step of the moving average of the weights that is evaluated and exported; 0: none
-    is kept."""
+    """Decay per step of the moving average of the weights; the average is evaluated and exported.
+    0: no average."""
     on_spike: Literal["none", "skip", "stop"] = "none"
-    """At a step whose loss is far above those before it, or not finite: skip leaves the weights as
-    they are and goes on, takes 8 such losses in a row that lie close together for a new level, and
-    ends the run after 16 such steps in a row; stop ends it at once; both name the rows. none: only
-    what is not finite ends the run."""
+    """Action if the loss of a step is a spike, NaN or infinite. none: only NaN or infinity ends the
+    run. skip: discard the update; 8 similar high losses in a row become the new normal; 16 such
+    steps in a row end the run. stop: end the run at once. skip and stop log the step's rows."""
     spike_sigmas: float = Field(default=6.0, gt=0)
-    """How many standard deviations above the mean of the last 64 steps a spike is."""
+    """A loss this many standard deviations above the mean of the last 64 steps is a spike."""
     grad_clip: OptionalFloat = Field(default=None, gt=0)
-    """Largest global norm of the gradient; none does not clip."""
+    """Clip the gradient to this global norm; none: do not clip."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of convolutions and matmuls (autocast); weights and sums stay fp32. auto: bf16
-    on GPUs, fp32 on CPUs."""
+    """Precision of convolutions and matmuls (autocast); weights and sums stay fp32. auto: bf16 on
+    GPUs, fp32 on CPUs."""
     channels_last: bool = True
-    """Lay images out with the channels last, as tensor cores and oneDNN want them."""
+    """Use the channels-last memory format, which is fast on tensor cores and in oneDNN."""
     compile: bool = False
-    """torch.compile the model."""
+    """Compile the model with torch.compile."""
 
 
 class ImageParallel(Section):
     strategy: ImageStrategy = "ddp"
-    """ddp: every worker holds the model; the others are FSDP's, with PyTorch's names."""
+    """ddp: every worker holds the whole model. Others: FSDP's strategies, named as in PyTorch."""
     replicas: OptionalInt = Field(default=None, ge=1)
-    """hybrid_shard: how many copies of the model; none is one per node."""
+    """Number of model replicas for hybrid_shard; none: one per node."""
     sync_batch_norm: bool = False
-    """Take batch-norm's statistics over all workers' micro-batches: then the number of workers
-    changes them. Otherwise over each micro-batch, which is the same for any number."""
+    """true: compute batch-norm statistics over the micro-batches of all workers, so that they
+    depend on the number of workers. false: over each micro-batch, so that they do not."""
 
 
 class VisionConfig(RunConfig):
@@ -160,12 +158,12 @@ class VisionConfig(RunConfig):
     )
     EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
     ABSENT: ClassVar[Mapping[str, str]] = {
-        "model.init_from": "a classifier begins with an exported folder, which has batch-norm's "
-        "statistics and the averaged weights. Set model.path=RUN/model",
+        "model.init_from": "a classifier starts from an exported folder, which contains the "
+        "batch-norm statistics and the averaged weights. Set model.path=RUN/model",
     }
 
     task: Literal["vision"] = "vision"
-    """What is trained."""
+    """Kind of the model to train."""
     model: ImageModel = ImageModel()
     data: ImageDataConfig = ImageDataConfig()
     train: ImageTrain = ImageTrain()
@@ -183,8 +181,8 @@ class VisionConfig(RunConfig):
             least, most = data.crop_scale
             yield (
                 ("data.crop_scale",),
-                f"data.crop_scale={least}, {most} is not a range: an area is above 0, the least "
-                "before the most. Set e.g. data.crop_scale=0.08,1",
+                f"data.crop_scale={least}, {most} is not a range: the minimum must be above 0 "
+                "and not above the maximum. Set e.g. data.crop_scale=0.08,1",
             )
 
     @property
