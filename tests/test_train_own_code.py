@@ -261,11 +261,9 @@ def test_an_evaluation_has_the_metrics_that_have_failed_on_no_rank(
     head = OutputHead(from_dict({"eval": {"metrics": names}}))
     batch: Any = SimpleNamespace(labels=labels.numpy()[None], target_bytes=np.ones((1, 2, 9)))
 
-    def evaluate(engine: Any, batches: Any, measure: Any) -> list[float]:
-        both = []
-        for each in batches:
-            both.append(measure(each, 0, head(hidden, weight, labels, bias)))
-        return [sum(values) for values in zip(*both, strict=True)]
+    def evaluate(engine: Any, batches: Any, measure: Any) -> dict[Any, float]:
+        both = [measure(each, 0, head(hidden, weight, labels, bias)) for each in batches]
+        return {name: sum(found[name] for found in both) for name in both[0]}
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     found = held_out_losses(None, [batch, batch], head)  # type: ignore[arg-type]

@@ -190,7 +190,7 @@ def _chunks(
     """Yield (hidden [c, H], labels [c], columns [c]) of the tokens that bear loss."""
     flat = labels.reshape(-1)
     bears = flat != IGNORE
-    hidden, flat = hidden.reshape(len(flat), -1)[bears], flat[bears]
+    hidden, flat = hidden.reshape(len(flat), hidden.shape[-1])[bears], flat[bears]
     columns = {name: column.reshape(-1)[bears] for name, column in columns.items()}
     size = chunk or max(len(flat), 1)
     for start in range(0, len(flat), size):
