@@ -105,7 +105,6 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     source = model.resolve(config.model.path)
     tokenizer = tokens.load_tokenizer(spec.tokenizer_url)
     head = OutputHead(config)
-    assert len(head.columns) == spec.data.columns, "the rows are of another train.loss"
     shape = model_shape(source, config, tokens.num_ids(tokenizer))
     lora, parallel = config.model.lora, config.parallel
     compute = compute_dtype(config)

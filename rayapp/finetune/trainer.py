@@ -70,6 +70,7 @@ class LanguageTrainer(Trainer):
     def __init__(self, spec: LanguageSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
         self.parts = make_parts(spec, device)
+        assert len(self.parts.head.columns) == spec.data.columns, "rows of another train.loss"
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
 
     @cached_property
