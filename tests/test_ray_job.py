@@ -47,9 +47,9 @@ def test_a_ray_job_trains_into_s3(cluster: dict[str, str], s3_bucket: str, tmp_p
     shutil.copytree(ROOT / "configs", package / "configs")
     # A mark by which the workers' metrics tell that they run the code that was submitted.
     training = package / "rayapp" / "finetune" / "trainer.py"
-    mark, code = "mfu=mfu(tokens, pairs, busy_s)", training.read_text()
+    mark, code = '"mfu": mfu(counts.tokens, counts.attended_pairs, busy_s)', training.read_text()
     assert mark in code
-    training.write_text(code.replace(mark, "mfu=0.125"))
+    training.write_text(code.replace(mark, '"mfu": 0.125'))
     text = "".join(f"Line {i} says {i * i % 97}.\n" for i in range(2000))
     open_storage(f"s3://{s3_bucket}").write("data/text.txt", text.encode())
     command = [str(BIN / "ray"), "job", "submit", "--working-dir", str(package), "--"]
