@@ -182,7 +182,12 @@ def a_spec(config: Config, steps: int) -> Iterator[LanguageSpec]:
         byte_tokenizer().save_pretrained(tokenizer)
         rows = config.rows_per_step
         data: Any = SimpleNamespace(
-            fingerprint="drawn", parts={}, held_out=0, epoch_rows=rows * steps, sources={}
+            columns=0,
+            fingerprint="drawn",
+            parts={},
+            held_out=0,
+            epoch_rows=rows * steps,
+            sources={},
         )
         order = Order.for_steps(rows * steps, rows, config.micro_batch, 0, steps)
         yield LanguageSpec("rayapp.finetune", config, data, order, folder[0], tokenizer)
