@@ -207,6 +207,7 @@ def test_an_adapter_and_its_base_become_one_model(
     assert main(["merge", "a"]) == 0
     assert capsys.readouterr().out == "merged model in a-merged\n"
     merged = AutoModelForCausalLM.from_pretrained("a-merged", dtype="auto")
+    assert len({path.stat().st_mode for path in Path("a-merged").iterdir()}) == 1
     assert merged.dtype == torch.bfloat16 and not Path("a-merged", "README.md").exists()
     wanted = adapter.merge_and_unload().to(torch.bfloat16).state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in merged.state_dict().items())

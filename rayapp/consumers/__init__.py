@@ -216,6 +216,8 @@ def _merge(folder: str, base: str, out: str, dtype: str | None) -> None:
     )
     merged = adapted(hf, folder).merge_and_unload()
     merged.to(getattr(torch, dtype) if dtype else stored or torch.float32).save_pretrained(out)
+    for weights in Path(out).glob("*.safetensors"):  # written for their owner alone
+        shutil.copymode(Path(out, "config.json"), weights)
     for file in Path(folder).iterdir():
         if file.is_file() and not file.name.startswith("adapter_") and file.name not in OF_CARD:
             shutil.copy(file, out)
