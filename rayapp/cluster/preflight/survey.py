@@ -201,14 +201,7 @@ def _work(
                 ranks.append(Rank(len(ranks), node.id, speed))
                 group.append(worker)
         if shape is not None:
-            of_node = {node.id: node for node in places}
-            first_of = {rank.node: rank.rank for rank in reversed(ranks)}
-            asked = [
-                (of_node[id], group[n].missing_kernels.remote(shape)) for id, n in first_of.items()
-            ]
-            found = _answers(asked, "looking for kernels", timeout_s, silences)
-            for n, missing in zip(first_of.values(), found, strict=True):
-                ranks[n] = replace(ranks[n], missing_kernels=missing or ())
+            ranks = _with_kernels(places, ranks, group, shape, timeout_s, silences)
         if len(group) < 2:
             return ranks, None, []
         lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
@@ -238,6 +231,23 @@ def _work(
         for rank, one in zip(ranks, measured, strict=True)
     ]
     return ranks, measured[0].all_reduce, links
+
+
+def _with_kernels(
+    places: Sequence[NodeReport],
+    ranks: list[Rank],
+    group: Sequence[Any],
+    shape: Any,
+    timeout_s: float,
+    silences: list[Silence],
+) -> list[Rank]:
+    """Return the ranks; the first one of each node with the kernels that the node lacks."""
+    nodes = {node.id: node for node in places}
+    firsts = {rank.node: rank.rank for rank in reversed(ranks)}
+    asked = [(nodes[id], group[n].missing_kernels.remote(shape)) for id, n in firsts.items()]
+    found = _answers(asked, "looking for kernels", timeout_s, silences)
+    missing = dict(zip(firsts.values(), found, strict=True))
+    return [replace(rank, missing_kernels=missing.get(rank.rank) or ()) for rank in ranks]
 
 
 def _together(
