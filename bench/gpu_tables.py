@@ -97,7 +97,7 @@ def readme_row() -> str:
         name = next(name for name in THEIRS if name in rows).split(", ")[1]
         rates = "; ".join(f"{one['tokens_per_s'] / theirs['tokens_per_s']:.2f}" for one in ours)
         peaks = ", ".join(f"{one['peak_gib'] / theirs['peak_gib']:.2f}" for one in ours)
-        what = f"tokens/s over {name}, packed rows; compiled; peak memory over its"
+        what = f"tokens/s over {name}, packed rows; compiled; peak memory over the Trainer's"
         card = f"{report['card']} (llama3.2-1b, bf16, {report['date']})"
         return f"{ROW}{card}: {what} | | {rates}; {peaks} |"
     raise LookupError(f"no file in {KEPT} has figures of both")
