@@ -56,6 +56,7 @@ from rayapp.model import (
     problems,
     resolve,
     shard,
+    use_float8,
 )
 from rayapp.model.activations import ATTENTION
 from rayapp.model.attention import varlen_attention
@@ -712,6 +713,30 @@ def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> N
             bound = 1 / values.shape[1] ** 0.5
             assert not torch.equal(values, found[2][name])
             assert values.abs().max() <= bound and values.std() > bound / 3
+
+
+@pytest.mark.parametrize("tokens", [15, 32])
+def test_float8_products_sum_over_multiples_of_16(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weight's gradient sums over tokens; torch._scaled_mm takes multiples of 16 alone."""
+    sums = []
+
+    def scaled_mm(a: Any, b: Any, *args: Any, **options: Any) -> Any:
+        sums.append(a.shape[1])
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = build(config, loss=summed_loss, attention="sdpa", dtype=torch.bfloat16)
+    use_float8(model, torch.device("cuda"))
+    block = find_blocks(model.hf)[0].mlp.to_empty(device="cpu")
+    block(torch.zeros(1, tokens, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert len(sums) == 9 and all(each % 16 == 0 for each in sums)
 
 
 @pytest.mark.full
