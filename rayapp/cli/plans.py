@@ -25,7 +25,9 @@ PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
   --budget_usd=D       find the cheapest machines that cost at most D dollars
   --region=NAME        AWS region of the prices; us-west-2 by default
   --images=N           number of training images of a classifier, if data.count is none
-  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price"""
+  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price
+
+Exit code 1: the memory does not fit (on one type of a list), and cluster.ignore_plan is not set."""
 
 LISTED = """rayapp presets [--json]
 
@@ -87,9 +89,10 @@ def plan(argv: list[str]) -> int:
         if len(choices) > 1:
             values["choices"] = {name: each.as_dict() for name, each in choices.items()}
         print(json.dumps(values, indent=2))
-        return Exit.DONE
-    show(Console(), answer, others, table, best, choices)
-    return Exit.DONE
+    else:
+        show(Console(), answer, others, table, best, choices)
+    fits = config.cluster.ignore_plan or all(each.fits is not False for each in choices.values())
+    return Exit.DONE if fits else Exit.FAILED
 
 
 def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:

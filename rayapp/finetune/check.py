@@ -28,7 +28,13 @@ from rayapp.finetune.code_check import as_begun, code_digests, code_problems, co
 from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
-from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
+from rayapp.planner.trained import (
+    is_made,
+    positions_problem,
+    tokenizer_of,
+    tokens_of,
+    vocabulary_of,
+)
 from rayapp.presets import OWN
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.planning import forecast
@@ -291,13 +297,9 @@ def _tokenizer(
     config: Config, base: model.ModelSource, kinds: set[RecordKind], problems: list[str]
 ) -> Any:
     """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
-    limit: Any = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    limit = config.model.overrides.get("max_position_embeddings", limit)
-    if limit and config.data.seq_len > limit:
-        problems.append(
-            f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} "
-            f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
-        )
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if problem := positions_problem(config, limit):
+        problems.append(problem)
     name = config.model.tokenizer or config.model.path
     if is_made(tokenizer_of(config, 0, base.preset)):
         if problem := vocabulary_problem(config, base, None):
@@ -309,9 +311,9 @@ def _tokenizer(
     except BaseException as error:  # tokenizers' panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
         problems.append(
-            f"model.tokenizer={name} is not a tokenizer: {why:.300}. Copy "
+            f"model.tokenizer={name} is not a tokenizer: {why}. Copy "
             "its tokenizer.json and tokenizer_config.json anew, or set bpe:4096 to train one"
         )
         return None

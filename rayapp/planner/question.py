@@ -22,7 +22,9 @@ from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import config_values
+from rayapp.planner.trained import config_values, positions_problem, text_section
+
+POSITIONS = ("max_position_embeddings", "n_positions")  # in a config.json; GPT-2's has the latter
 
 
 class UnknownModel(ConfigError):
@@ -224,6 +226,10 @@ def _language_layout(
     values = config_values(config, problems) if model is None else model
     if values is None:
         return None
+    text = text_section(values)
+    limit = next((text[name] for name in POSITIONS if name in text), None)
+    if problem := positions_problem(config, limit):
+        problems.append(problem)
     try:
         if read is None or has_formula(values):
             shape = shape_of(values)
