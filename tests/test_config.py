@@ -165,6 +165,22 @@ def test_a_section_may_be_overridden_at_once() -> None:
     assert from_dict(lora, kind=Config).model.lora is None
 
 
+@pytest.mark.parametrize("form", ["path", "Path", "mapping", "config"])
+def test_sections_given_in_python_change_some_of_their_fields(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {max_steps: 5, lr: 1e-2}\ndata: {mixture: {a: 1, b: 2}}\n")
+    sections = {"train": {"max_steps": 5, "lr": 1e-2}, "data": {"mixture": {"a": 1, "b": 2}}}
+    forms = {"path": str(path), "Path": path, "mapping": sections, "config": from_dict(sections)}
+    for changed in (
+        load(forms[form], train={"lr": 1e-3}, data={"mixture": {"c": 1}}, model={"lora": {}}),
+        load(forms[form], {"train": {"lr": 1e-3}, "data": {"mixture": {"c": 1}}, "model.lora": {}}),
+    ):
+        assert isinstance(changed, Config)
+        assert (changed.train.lr, changed.train.max_steps) == (1e-3, 5)
+        assert changed.data.mixture == {"c": 1} and changed.model.lora is not None
+    assert sections["train"] == {"max_steps": 5, "lr": 1e-2}
+
+
 def test_yaml_is_read_as_version_1_2() -> None:
     text = "[1e-3, 2:8, no, 012, 2020-01-01, 16_384, '1', ~, 1.5, .inf, -.5, true, 0x10, off]"
     values = [1e-3, "2:8", "no", "012", "2020-01-01", 16384, "1", None, 1.5]
