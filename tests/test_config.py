@@ -455,6 +455,12 @@ def test_differences_name_what_makes_it_another_run() -> None:
         },
     )
     assert differences(old, same) == [] and differences(old, old) == []
+    packages = (f"/tmp/ray/session/working_dir_files/_ray_pkg_{digest}/" for digest in ("0f", "1e"))
+    first, second = (
+        load(data={"mixture": {f"{folder}a.txt": 1, "b": 1}}, train={"max_steps": 9})
+        for folder in packages
+    )
+    assert differences(first, second) == []
     other = load(
         None,
         {

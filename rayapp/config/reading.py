@@ -8,6 +8,8 @@ All problems are reported at once: those of single fields, and conflicts among t
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -16,6 +18,9 @@ from pydantic import BaseModel, ValidationError
 from rayapp.config.fields import none_or
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import flatten, shown
+
+# Where Ray unpacks a job's working_dir; the name is a digest of all that is in it.
+PACKAGE = re.compile(r'/[^"]*/_ray_pkg_\w+/')
 
 Described = TypeVar("Described", bound=RunConfig)
 
@@ -74,10 +79,13 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
 
     A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
     `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `RESUME_SAFE`:
-    none of them changes what is trained. Where `new` is not `settled`, fields that it leaves at
-    `auto` are not compared.
+    none of them changes what is trained, nor does the folder of a Ray job's package. Where `new`
+    is not `settled`, fields that it leaves at `auto` are not compared.
     """
-    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    before, after = (
+        flatten(json.loads(PACKAGE.sub("", json.dumps(config.model_dump(mode="json")))))
+        for config in (old, new)
+    )
     of_the_run = ("run.storage", "run.trackers", "run.hooks", "run.max_usd", "run.max_hours")
     free = ("cluster.", "checkpoint.", *of_the_run, *new.RESUME_SAFE)
     return [
