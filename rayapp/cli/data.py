@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rayapp.config import Config, arguments
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
 
 Reads the first records of each source, and prints how they are rendered, which tokens bear loss,
-what is left out and why, lengths, and how rows are filled. Nothing is trained.
+what is left out and why, lengths, and how rows are filled; of eval.tasks the items with an empty
+answer, and those that are asked in the data too. Nothing is trained.
 
   --show=2     number of documents to print of each source
   --chars=2000 maximum number of characters to print of a document
@@ -41,15 +43,22 @@ def data(argv: list[str]) -> int:
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
     from rayapp.finetune.check import check
-    from rayapp.finetune.preview import preview
+    from rayapp.finetune.preview import preview, task_previews
     from rayapp.observe.plain import Console
 
-    previews = preview(check(config, None, 0))
+    ready = check(config, None, 0)
+    previews, tasks = preview(ready), task_previews(ready)
     if asked["json"] == "true":
-        print(json.dumps([each.as_dict(shown) for each in previews], indent=2, ensure_ascii=False))
+        values = [*(each.as_dict(shown) for each in previews), *map(asdict, tasks)]
+        print(json.dumps(values, indent=2, ensure_ascii=False))
         return Exit.DONE
     for each in previews:
         show(Console(), each, shown, chars)
+    for task in tasks:
+        print(f"{'task':14}{task.name}: {task.path}: {task.items} items")
+        for what, places in (("an empty answer", task.empty), ("in the data too", task.trained)):
+            if places:
+                print(f"{what} {len(places)} of {task.items}, first {', '.join(places[:3])}")
     return Exit.DONE
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, cast
 
 from rayapp.config import reading
 from rayapp.config.choices import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
@@ -71,30 +71,12 @@ __all__ = [
 KINDS: dict[Any, type[RunConfig]] = {None: Config, "vision": VisionConfig}  # by `task`
 
 
-Given: TypeAlias = RunConfig | str | Path | Mapping[str, Any] | None
-
-
-@overload
 def load(
-    config: Given = None,
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
-    kind: None = None,
+    kind: type[Described] | None = None,
     **sections: Mapping[str, Any],
-) -> RunConfig: ...
-
-
-@overload
-def load(
-    config: Given, overrides: Mapping[str, Any] | None, kind: type[Described]
-) -> Described: ...
-
-
-def load(
-    config: Given = None,
-    overrides: Mapping[str, Any] | None = None,
-    kind: type[RunConfig] | None = None,
-    **sections: Mapping[str, Any],
-) -> RunConfig:
+) -> Described:
     """Return a checked config: a YAML file, a config or a mapping of sections, with changes.
 
     None is the defaults. `overrides` names fields, `{"train.lr": 1e-3}`; `sections` gives some
@@ -132,21 +114,9 @@ def load(
     return from_dict(tree, problems, kind)
 
 
-@overload
 def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), *, kind: type[Described]
-) -> Described: ...
-
-
-@overload
-def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
-) -> RunConfig: ...
-
-
-def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
-) -> RunConfig:
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[Described] | None = None
+) -> Described:
     """Make a config of a nested mapping of sections and fields.
 
     `problems` are those found before; they are raised together with new ones.
@@ -164,7 +134,7 @@ def from_dict(
     if kind is not None and task is not None and named is not kind:
         line = f"task={task} is for another command: this command runs {kind.MODULE}. "
         raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
-    return reading.check(kind or named, tree, problems)
+    return reading.check(kind or cast(type[Described], named), tree, problems)
 
 
 def fields(kind: type[RunConfig] = Config) -> dict[str, str]:

@@ -11,9 +11,10 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from typing_extensions import TypeVar
 
 from rayapp.config.fields import none_or
 from rayapp.config.sections import RunConfig
@@ -22,7 +23,7 @@ from rayapp.config.text import flatten, shown
 # Where Ray unpacks a job's working_dir; the name is a digest of all that is in it.
 PACKAGE = re.compile(r'/[^"]*/_ray_pkg_\w+/')
 
-Described = TypeVar("Described", bound=RunConfig)
+Described = TypeVar("Described", bound=RunConfig, default=RunConfig)
 
 
 class ConfigError(ValueError):

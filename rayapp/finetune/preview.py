@@ -22,12 +22,14 @@ from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
 from rayapp.data.rendering import Renderer
 from rayapp.data.sources import Record, place_of
+from rayapp.data.task_items import asked_and_wanted, questions_of, standard_records
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of
 from rayapp.observe.records import Rendered
 from rayapp.planner.trained import tokenizer_of
 
 SHOWN, CHARS = 2, 600  # documents of a source, and their characters, in a plan
+SEARCHED = 100_000  # records of a source, for the questions of eval.tasks
 SAMPLE_BYTES = 2**20  # of the texts that a tokenizer is trained on here; a run takes 16 MiB
 
 
@@ -96,6 +98,43 @@ class Preview:
                 for document in self.documents[:shown]
             ],
         }
+
+
+@dataclass(frozen=True)
+class TaskPreview:
+    """Which items of a task tell little: by their places."""
+
+    name: str
+    path: str
+    items: int
+    empty: list[str]  # their wanted answer is empty
+    trained: list[str]  # the training data ask the same
+
+
+def task_previews(ready: CheckedLanguageRun) -> list[TaskPreview]:
+    """Return a preview of each of eval.tasks; of each source, SEARCHED records are searched."""
+    asked = {
+        (task.name, place): list(questions_of(value, task.kind))[-1]
+        for task in ready.tasks
+        for place, value in task.records
+    }
+    every, trained, columns = {*asked.values()}, set[tuple[str, ...]](), ready.config.data.columns
+    for entry in ready.inputs if every else ():
+        if entry.kind == "text":  # it has no questions
+            continue
+        for record in islice(standard_records(entry.source, entry.kind, columns), SEARCHED):
+            if record.problem is None and problem_of(record.value, entry.kind) is None:
+                trained |= every.intersection(questions_of(record.value, entry.kind))
+    return [
+        TaskPreview(
+            task.name,
+            task.task.path,
+            len(task.records),
+            [at for at, each in task.records if not asked_and_wanted(each, task.kind)[1].strip()],
+            [at for at, _ in task.records if asked[task.name, at] in trained],
+        )
+        for task in ready.tasks
+    ]
 
 
 def preview(ready: CheckedLanguageRun) -> list[Preview]:

@@ -41,6 +41,7 @@ QUIET = {  # keeps other lines out of the run's own output
     "RAY_DEDUP_LOGS_SKIP_REGEX": "|".join(SKIPPED),
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     NO_BARS: "1",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it has a logger print once more what a worker prints
     "RAY_DATA_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::DeprecationWarning",
     "TOKENIZERS_PARALLELISM": "false",
