@@ -171,7 +171,8 @@ def test_checks_find_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ready.source.files) == CLASSES * 12 + 1 and ready.eval_source is None
     assert ready.run.url == f"{folder}/runs/ready"
     (folder / "resnet-tiny").mkdir()  # a preset is a preset, also beside a folder of its name
-    assert checks.absolute(ready.config).model.path == "resnet-tiny"
+    again = checks.check(config_of(folder, "ready", data__path="data"), 2, 0)
+    assert again.config.model.path == "resnet-tiny"
     (folder / "resnet-tiny").rmdir()
     with pytest.raises(ConfigError) as caught:
         config = config_of(

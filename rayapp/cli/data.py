@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rayapp.cli import documented
 from rayapp.config import Config, arguments
 from rayapp.observe.run_folder import Exit
 
@@ -34,11 +34,9 @@ that cluster.address names. `rayapp finetune` with the same config then starts w
 the command is killed, the same command continues its work."""
 
 
+@documented(DATA)
 def data(argv: list[str]) -> int:
     """Show how records are rendered; see DATA."""
-    if "--help" in argv or "-h" in argv:
-        print(DATA)
-        return Exit.DONE
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
@@ -49,24 +47,22 @@ def data(argv: list[str]) -> int:
     ready = check(config, None, 0)
     previews, tasks = preview(ready), task_previews(ready)
     if asked["json"] == "true":
-        values = [*(each.as_dict(shown) for each in previews), *map(asdict, tasks)]
+        values = [*(each.as_dict(shown) for each in previews), *tasks]
         print(json.dumps(values, indent=2, ensure_ascii=False))
         return Exit.DONE
     for each in previews:
         show(Console(), each, shown, chars)
     for task in tasks:
-        print(f"{'task':14}{task.name}: {task.path}: {task.items} items")
-        for what, places in (("an empty answer", task.empty), ("in the data too", task.trained)):
-            if places:
-                print(f"{what} {len(places)} of {task.items}, first {', '.join(places[:3])}")
+        print(f"{'task':14}{task['name']}: {task['path']}: {task['items']} items")
+        for what, key in (("an empty answer", "empty"), ("in the data too", "trained")):
+            if places := task[key]:
+                print(f"{what} {len(places)} of {task['items']}, first {', '.join(places[:3])}")
     return Exit.DONE
 
 
+@documented(PREPARE)
 def prepare(argv: list[str]) -> int:
     """Prepare the rows of a run; see PREPARE."""
-    if "--help" in argv or "-h" in argv:
-        print(PREPARE)
-        return Exit.DONE
     config, _ = arguments.read(argv, {}, Config)
     from rayapp.driver.heartbeat import Heartbeat
     from rayapp.driver.output import captured

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayapp.cli import documented
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
 from rayapp.observe import run_folder
@@ -46,11 +47,9 @@ OPTIONS = {
 }
 
 
+@documented(PLAN)
 def plan(argv: list[str]) -> int:
     """Plan a run; see PLAN."""
-    if "--help" in argv or "-h" in argv:
-        print(PLAN)
-        return Exit.DONE
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.plain import Console
@@ -134,11 +133,9 @@ def this_machine(config: RunConfig) -> dict[str, Any]:
     return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
 
 
+@documented(LISTED)
 def presets(argv: list[str]) -> int:
     """List the presets; see LISTED."""
-    if "--help" in argv or "-h" in argv:
-        print(LISTED)
-        return Exit.DONE
     from rayapp.config import arguments
 
     _, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "", {"json": "false"})

@@ -88,7 +88,7 @@ def load(
     """
     tree, problems, changes = dict[str, Any](), list[str](), dict[str, Any]()
     if isinstance(config, RunConfig):
-        changes = {**config.to_overrides()}
+        changes |= config.to_overrides()
     elif isinstance(config, Mapping):
         tree = deepcopy(dict(config))
     elif isinstance(config, str | Path):
@@ -101,12 +101,6 @@ def load(
     for name, value in {**(overrides or {}), **sections}.items():
         if isinstance(value, Mapping) and "." not in name:
             changes |= {f"{name}.{field}": each for field, each in value.items()}
-        elif name in sections:
-            of, _, field = name.rpartition(".")
-            problems.append(
-                f"{name}={shown(value)} is not a section of a config: a mapping of fields is "
-                f"expected. Set {of or 'train'}={{{field!r}: {shown(value)}}}"
-            )
         else:
             changes[name] = value
     for field, value in changes.items():

@@ -28,13 +28,7 @@ from rayapp.finetune.code_check import as_begun, code_digests, code_problems, co
 from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
-from rayapp.planner.trained import (
-    is_made,
-    positions_problem,
-    tokenizer_of,
-    tokens_of,
-    vocabulary_of,
-)
+from rayapp.planner.trained import is_made, length_problem, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.planning import forecast
@@ -87,35 +81,17 @@ class CheckedLanguageRun(command.CheckedRun):
 
 
 def absolute(config: Config) -> Config:
-    """Make local paths absolute, because the workers have another working folder."""
+    """Make local paths absolute, those of a mixture and of tasks too; see `checks.absolute`."""
     local = checks.absolute_path
-    data = config.data.model_copy(
-        update={
-            "path": local(config.data.path),
-            "mixture": {str(local(path)): share for path, share in config.data.mixture.items()},
-            "eval_path": local(config.data.eval_path),
-            "chat_template": _absolute_template(config.data.chat_template),
-        }
-    )
-    model_section = config.model.model_copy(
-        update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
-    )
+    config = checks.absolute(config, {"data.chat_template": (templates.CHATML, templates.TRAINING)})
+    mixture = {str(local(path)): share for path, share in config.data.mixture.items()}
     tasks = {
         name: task.model_copy(update={"path": local(task.path)})
         for name, task in config.eval.tasks.items()
     }
-    return config.model_copy(
-        update={
-            "run": checks.absolute_run(config.run),
-            "data": data,
-            "model": model_section,
-            "eval": config.eval.model_copy(update={"tasks": tasks}),
-        }
-    )
-
-
-def _absolute_template(name: str | None) -> str | None:
-    return name if name in (templates.CHATML, templates.TRAINING) else checks.absolute_path(name)
+    data = config.data.model_copy(update={"mixture": mixture})
+    evaluation = config.eval.model_copy(update={"tasks": tasks})
+    return config.model_copy(update={"data": data, "eval": evaluation})
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -146,7 +122,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
-    shape = _shape(base, config, tokenizer)
+    ids = None if tokenizer is None else tokens.num_ids(tokenizer)
+    shape = model_shape(base, config, ids)
     if problem := checks.plan_problem(config, lambda each: forecast(each, shape)):
         raise ConfigError([problem])
     if wrong := code_problems(config, shape):
@@ -176,10 +153,6 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
     return replace(ready, config=config)
-
-
-def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
-    return model_shape(base, config, None if tokenizer is None else tokens.num_ids(tokenizer))
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -298,7 +271,7 @@ def _tokenizer(
 ) -> Any:
     """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if problem := positions_problem(config, limit):
+    if problem := length_problem(config, limit):
         problems.append(problem)
     name = config.model.tokenizer or config.model.path
     if is_made(tokenizer_of(config, 0, base.preset)):

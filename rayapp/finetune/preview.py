@@ -100,39 +100,32 @@ class Preview:
         }
 
 
-@dataclass(frozen=True)
-class TaskPreview:
-    """Which items of a task tell little: by their places."""
+def task_previews(ready: CheckedLanguageRun) -> list[dict[str, Any]]:
+    """Return of each of eval.tasks which items tell little, by their places.
 
-    name: str
-    path: str
-    items: int
-    empty: list[str]  # their wanted answer is empty
-    trained: list[str]  # the training data ask the same
-
-
-def task_previews(ready: CheckedLanguageRun) -> list[TaskPreview]:
-    """Return a preview of each of eval.tasks; of each source, SEARCHED records are searched."""
+    Of `empty` the wanted answer is empty; `trained` are asked in the first SEARCHED records of a
+    source, too.
+    """
     asked = {
         (task.name, place): list(questions_of(value, task.kind))[-1]
         for task in ready.tasks
         for place, value in task.records
     }
     every, trained, columns = {*asked.values()}, set[tuple[str, ...]](), ready.config.data.columns
-    for entry in ready.inputs if every else ():
-        if entry.kind == "text":  # it has no questions
+    for entry in ready.inputs:
+        if not every or entry.kind == "text":  # it has no questions
             continue
         for record in islice(standard_records(entry.source, entry.kind, columns), SEARCHED):
             if record.problem is None and problem_of(record.value, entry.kind) is None:
                 trained |= every.intersection(questions_of(record.value, entry.kind))
     return [
-        TaskPreview(
-            task.name,
-            task.task.path,
-            len(task.records),
-            [at for at, each in task.records if not asked_and_wanted(each, task.kind)[1].strip()],
-            [at for at, _ in task.records if asked[task.name, at] in trained],
-        )
+        {
+            "name": task.name,
+            "path": task.task.path,
+            "items": len(task.records),
+            "empty": [p for p, v in task.records if not asked_and_wanted(v, task.kind)[1].strip()],
+            "trained": [place for place, _ in task.records if asked[task.name, place] in trained],
+        }
         for task in ready.tasks
     ]
 

@@ -348,10 +348,8 @@ def export(
     """
     lora = spec.config.model.lora
     if lora is not None and lora.target_parameters and dist.get_rank() == 0:
-        print(
-            f"experts: {opened_by(parts.lm.hf.config.model_type, lora.target_parameters)}",
-            flush=True,
-        )
+        told = opened_by(parts.lm.hf.config.model_type, lora.target_parameters)
+        print(f"experts: {told}", flush=True)
     if lora is not None and spec.config.model.new_tokens and not lora.merge and not dist.get_rank():
         print(f"new tokens: {NEW_TOKENS}", flush=True)
     if lora is not None:

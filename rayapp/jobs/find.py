@@ -47,14 +47,12 @@ def located(run: str, *, storage: str | None = None, address: str | None = None)
         else:
             root = open_storage(folder)
             found = sorted(name for name in root.dirs() if left_by_a_run(root / name))
-            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-            there = f"{', '.join(found[:NAMED]) or 'no run'}{more}"
+            where = f"{root.url} has {', '.join(found) or 'no run'}"
             what = f"Set storage, or address={HERE} to ask the cluster there"
-            raise ConfigError([f"run={run} is unknown: {root.url} has {there}. {what}"])
+            raise ConfigError([f"run={run} is unknown: {where}. {what}"])
     return Job(run, address, known)
 
 
-NAMED = 10  # runs that are there, in a message
 UNREADABLE = "unreadable"
 
 

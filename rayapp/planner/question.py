@@ -22,9 +22,7 @@ from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import config_values, positions_problem, text_section
-
-POSITIONS = ("max_position_embeddings", "n_positions")  # in a config.json; GPT-2's has the latter
+from rayapp.planner.trained import config_values, length_problem, text_section
 
 
 class UnknownModel(ConfigError):
@@ -227,8 +225,8 @@ def _language_layout(
     if values is None:
         return None
     text = text_section(values)
-    limit = next((text[name] for name in POSITIONS if name in text), None)
-    if problem := positions_problem(config, limit):
+    limit = text.get("max_position_embeddings", text.get("n_positions"))  # the latter: GPT-2
+    if problem := length_problem(config, limit):
         problems.append(problem)
     try:
         if read is None or has_formula(values):

@@ -179,7 +179,7 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
     return max(size, own)
 
 
-def positions_problem(config: Config, own: int | None) -> str | None:
+def length_problem(config: Config, own: int | None) -> str | None:
     """Return a problem if rows are longer than the model has positions for; `own` is its limit."""
     limit: Any = config.model.overrides.get("max_position_embeddings", own)
     if not limit or config.data.seq_len <= limit:
