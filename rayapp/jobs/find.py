@@ -48,8 +48,7 @@ def located(run: str, *, storage: str | None = None, address: str | None = None)
             root = open_storage(folder)
             found = sorted(name for name in root.dirs() if left_by_a_run(root / name))
             where = f"{root.url} has {', '.join(found) or 'no run'}"
-            what = f"Set storage, or address={HERE} to ask the cluster there"
-            raise ConfigError([f"run={run} is unknown: {where}. {what}"])
+            raise ConfigError([f"run={run} is unknown: {where}. Set storage, or address={HERE}"])
     return Job(run, address, known)
 
 
