@@ -172,8 +172,8 @@ class Train(TrainSection):
     """Compute precision; weights, gradient sums and optimizer state stay fp32. auto: bf16 if a
     short measurement finds it faster, else fp32. fp8: matmuls of the blocks, on GPUs with fp8."""
     compile: AutoBool = None
-    """Compile the transformer blocks with torch.compile, once for all of them. auto: if the run is
-    long enough for compiled steps to save more time than the compilation takes."""
+    """Compile the transformer blocks with torch.compile, once for all of them, and the loss. auto:
+    if the run is long enough for compiled steps to save more time than the compilation takes."""
     loss: OptionalCode = None
     """`mypackage.module:function` that computes the loss of each token from its logits; it replaces
     the cross-entropy, which remains the displayed loss (docs/own_code.md)."""
