@@ -9,6 +9,7 @@ with workers.asked_for():
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -33,6 +34,10 @@ CPU_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
 }
+# Rows of other lengths ask for other sizes; without this, blocks that were freed do not fit them,
+# and memory that no tensor has cannot be used.
+GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the user's own settings
 
 
 class Attempt(Protocol):
@@ -117,6 +122,13 @@ def entry(spec: AnySpec) -> Callable[[], Summary]:
     return train
 
 
+def environment(gpus: bool) -> dict[str, str]:
+    """Return variables of the workers' allocators; on GPUs only where the user has set none."""
+    if gpus:
+        return {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
+    return CPU_ENVIRONMENT
+
+
 def ray_storage(url: str) -> tuple[Any, str]:
     """Return Arrow's file system of a folder, None for a local one, and the path in it.
 
@@ -161,7 +173,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
             ),
             logging_config=kit.LoggingConfig(log_level="WARNING"),
             worker_runtime_env={
-                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
+                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **environment(gpus)}
             },
         ),
         datasets={"train": spec.first_step},

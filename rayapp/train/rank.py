@@ -9,6 +9,7 @@ reads them directly.
 
 from __future__ import annotations
 
+import socket
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import restore, start_from, state_tensors, state_values
 from rayapp.train.engine import Engine
+from rayapp.train.profiles import Profiler
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import CONTINUE, RESTART
@@ -87,6 +89,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
 
     engine = trainer.engine(control)
     engine.attempt, engine.poll, engine.phases = attempt[0], poll, phases
+    engine.own_time.nodes = nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, socket.gethostname(), group=control)
     engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
@@ -94,7 +98,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
             before = partial(trainer.before_first_step, engine)
             _, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
             phases.end("before_first_step")
-        last = None if engine.left else train(engine, context, first_step, log, phases)
+        profiled = spec.config.train.profiled if rank == 0 else range(0)
+        profiler = Profiler(storage, profiled, context.device)
+        last = None if engine.left else train(engine, context, first_step, log, profiler)
         phases.begin("committing the last checkpoint")
         saver.close()
     finally:
@@ -138,18 +144,22 @@ def train(
     context: RankContext,
     first_step: int,
     log: MetricsLog | None,
-    phases: Phases,
+    profiler: Profiler,
 ) -> MetricsLine | None:
     """Run the steps from `first_step` on, log their lines (rank 0), and return the last one."""
     last: MetricsLine | None = None
+    phases, done = context.phases, first_step
+    profiler.after(done)
     phases.begin("waiting for the first rows")
     for line in loop.train(engine, context.open_steps(first_step)):
         if last is None:
             phases.end("first_step")
-        last = line
+        last, done = line, line["step"]
         if log:
             log.write(line)
         context.on_record(line)
+        profiler.after(done)
+    profiler.close(done)
     phases.end("train")
     return last
 
