@@ -24,7 +24,7 @@ def run(profiler: Profiler, first: int, last: int) -> None:
         with torch.profiler.record_function(f"step {step}"):
             torch.ones(step, step) @ torch.ones(step, step)
         profiler.after(step)
-    profiler.close(last)
+    profiler.after(last, last=True)
 
 
 @pytest.mark.parametrize(

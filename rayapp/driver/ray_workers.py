@@ -34,10 +34,9 @@ CPU_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
 }
-# Rows of other lengths ask for other sizes; without this, blocks that were freed do not fit them,
-# and memory that no tensor has cannot be used.
+# Else memory that was freed in blocks of other sizes cannot be used.
 GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the user's own settings
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Attempt(Protocol):
@@ -124,9 +123,8 @@ def entry(spec: AnySpec) -> Callable[[], Summary]:
 
 def environment(gpus: bool) -> dict[str, str]:
     """Return variables of the workers' allocators; on GPUs only where the user has set none."""
-    if gpus:
-        return {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
-    return CPU_ENVIRONMENT
+    own = {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
+    return own if gpus else CPU_ENVIRONMENT
 
 
 def ray_storage(url: str) -> tuple[Any, str]:

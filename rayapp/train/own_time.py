@@ -7,8 +7,7 @@
 A slow rank makes all steps equally slow: the others wait for it in their next collective. No rank
 waits inside a block of the model, whose parameters FSDP has gathered before, nor after the last
 block, where the loss is computed. These passes are a rank's own time, of its host and its device.
-On a GPU events in its stream give the times. They are read after the host has read the losses of
-the step, so that nothing waits for them.
+On a GPU events in its stream give it. They are read after the host has read the step's losses.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class OwnTime:
         """`blocks` run one after another; without any, nothing is measured."""
         self.nodes: Sequence[str] = ()
         """The node of each rank."""
-        self._blocks, self._cuda = blocks, device.type == "cuda"
-        self._marks = list[Any]()  # begin and end of each stretch of time
+        self._blocks, self._cuda, self._marks = blocks, device.type == "cuda", list[Any]()
         self._excess = deque[list[float]](maxlen=SAMPLES)
         self._lagging: str | None = None
 
@@ -52,11 +50,19 @@ class OwnTime:
         hooks = [block.register_forward_pre_hook(self._mark) for block in blocks]
         hooks += [block.register_forward_hook(self._mark, prepend=True) for block in blocks]
         yield
-        if blocks:
+        if hooks:
             self._marks.append(self._marks[-1])
             self._mark()
         for hook in hooks:
             hook.remove()
+
+    def _mark(self, *unused: Any) -> None:
+        """Note when a stretch of own time begins or ends."""
+        self._marks.append(
+            torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
+        )
+        if self._cuda:
+            self._marks[-1].record()
 
     def take(self) -> list[int]:
         """Return the microseconds since the last call at this rank's place among zeros, if any."""
@@ -75,10 +81,8 @@ class OwnTime:
         self._lagging = self._named()
         if self._lagging and not before and dist.get_rank() == 0:
             logger.warning("%s, in %d samples in a row", self._lagging, SAMPLES)
-        return {
-            "lagging": self._lagging,
-            "rank_s": {str(r): us / 1e6 for r, us in enumerate(own_us)},
-        }
+        rank_s = {str(rank): each / 1e6 for rank, each in enumerate(own_us)}
+        return {"lagging": self._lagging, "rank_s": rank_s}
 
     def _named(self) -> str | None:
         """Name the slowest of the ranks that were slow in all of the last samples."""
@@ -90,9 +94,3 @@ class OwnTime:
         others = f" ({len(slow)} ranks lag)" if len(slow) > 1 else ""
         longer = f"{slow[rank]:.0%} longer than the median rank"
         return f"rank {rank} on {self.nodes[rank]} computes {longer}{others}"
-
-    def _mark(self, *unused: Any) -> None:
-        now: Any = torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter()
-        if self._cuda:
-            now.record()
-        self._marks.append(now)

@@ -30,45 +30,31 @@ class Profiler:
         self._storage, self._steps, self._cuda = storage, steps, device.type == "cuda"
         self._running: tuple[int, profile] | None = None
 
-    def after(self, done: int) -> None:
-        """Begin or end, now that so many steps are done."""
-        if (done + 1 in self._steps) == (self._running is not None):
-            return
+    def after(self, done: int, last: bool = False) -> None:
+        """Begin or end, now that so many steps are done; `last`: the run ends."""
         try:
-            if self._running is None:
-                self._begin(done + 1)
-            else:
-                self._store(done)
-        except Exception as error:  # torch's own, or the storage's: the run goes on
-            self._steps, self._running = range(0), None
+            if self._running is not None and (last or done + 1 not in self._steps):
+                self._store(*self._running, done)
+            elif not last and self._running is None and done + 1 in self._steps:
+                if self._cuda:
+                    torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+                self._running = done + 1, profile()
+                self._running[1].start()
+            if last and done < self._steps.start:
+                logger.warning("train.profile_steps has no profile: the run ends at step %d", done)
+        except Exception as error:  # torch's, or the storage's: the run goes on
             logger.warning("train.profile_steps has no profile: %r", error)
+            self._steps, self._running = range(0), None
 
-    def close(self, done: int) -> None:
-        """Store what was recorded, if the run ends within the steps; warn if it ends before."""
-        if self._steps and done < self._steps.start:
-            logger.warning("train.profile_steps has no profile: the run ends after step %d", done)
-        self._steps = range(0)
-        self.after(done)
-
-    def _begin(self, first: int) -> None:
-        if self._cuda:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
-        running = profile()
-        running.start()
-        self._running = first, running
-
-    def _store(self, last: int) -> None:
-        assert self._running is not None
-        (first, running), self._running = self._running, None
+    def _store(self, first: int, running: profile, last: int) -> None:
+        self._running = None
         running.stop()
-        if last < first:
-            return
         with tempfile.TemporaryDirectory() as folder:
             running.export_chrome_trace(f"{folder}/trace.json.gz")
             if self._cuda:
                 torch.cuda.memory._dump_snapshot(f"{folder}/memory.pickle")
                 torch.cuda.memory._record_memory_history(enabled=None)
-            for path in Path(folder).iterdir():
+            for path in Path(folder).iterdir() if last >= first else ():
                 name = f"{PROFILES}/steps-{first}-{last}.{path.name}"
                 with path.open("rb") as file, self._storage.open_write(name) as out:
                     shutil.copyfileobj(file, out)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import socket
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,12 +25,18 @@ import torch.distributed as dist
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.metrics_log import MetricsLog
-from rayapp.observe.records import Summary
+from rayapp.observe.records import Summary, Validation
 from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
-from rayapp.train.checkpoint.state import restore, start_from, state_tensors, state_values
+from rayapp.train.checkpoint.state import (
+    load_weights,
+    restore,
+    start_from,
+    state_tensors,
+    state_values,
+)
 from rayapp.train.engine import Engine
 from rayapp.train.profiles import Profiler
 from rayapp.train.schedule import Cadence, LeaveWatcher
@@ -159,7 +167,7 @@ def train(
             log.write(line)
         context.on_record(line)
         profiler.after(done)
-    profiler.close(done)
+    profiler.after(done, last=True)
     phases.end("train")
     return last
 
@@ -190,3 +198,23 @@ def schedule(
     if leaving is not None:
         engine.save_due = cadence.save_due
         engine.leave_due, engine.poll_due = leaving.due, leaving.poll_due
+
+
+def validate(spec: AnySpec, name: str, step: int) -> Validation:
+    """Evaluate a checkpoint as training does, in this process alone, which the driver starts.
+
+    Return a line of validation.jsonl.
+    """
+    began = time.time()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+        try:
+            trainer = spec.alone().build(device)
+            load_weights(trainer, open_storage(spec.run_url), name)
+            engine = trainer.engine(dist.group.WORLD)
+            assert engine.evaluate is not None, "no rows are held out"
+            held_out = engine.evaluate(step)
+        finally:
+            dist.destroy_process_group()
+    return {"step": step, **held_out, "seconds": time.time() - began, "time": time.time()}
