@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,11 +58,29 @@ class Spends(nn.Module):
         return x
 
 
+class Event:
+    """An event of a GPU whose stream is as far as the clock."""
+
+    def __init__(self, clock: list[float], enable_timing: bool) -> None:
+        assert enable_timing
+        self.clock = clock
+
+    def record(self) -> None:
+        self.at = self.clock[0]
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_waits_before_and_between_blocks_are_not_the_ranks_own(
-    monkeypatch: pytest.MonkeyPatch,
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr(own_time.time, "perf_counter", lambda: clock[0])
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "Event", partial(Event, clock))
+    else:
+        monkeypatch.setattr(own_time.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     wait, block, other, loss = (Spends(clock, seconds) for seconds in (100.0, 1.0, 2.0, 0.5))
@@ -68,7 +88,7 @@ def test_waits_before_and_between_blocks_are_not_the_ranks_own(
     # As FSDP waits for a block's parameters, in hooks of its own.
     block.register_forward_pre_hook(lambda *args: wait(x) and None, prepend=True)
     block.register_forward_hook(lambda *args: wait(x) and None)
-    own = OwnTime([block, other], torch.device("cpu"))
+    own = OwnTime([block, other], torch.device(device))
     told = (EVERY_STEPS - 2, []), (EVERY_STEPS - 1, [0, 7_000_000, 0]), (EVERY_STEPS, [])
     for step, own_us in told:
         for _ in range(2):  # micro-batches

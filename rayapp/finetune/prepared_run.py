@@ -29,7 +29,7 @@ from rayapp.finetune.model_parts import model_shape
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
-from rayapp.observe.result import RunFailed
+from rayapp.observe.result import RunFailed as RunFailed
 from rayapp.observe.run_folder import METRICS, PLAN, PREPARED
 from rayapp.observe.status import read_plan
 from rayapp.order import Order, combine, fingerprint

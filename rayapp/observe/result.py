@@ -92,7 +92,8 @@ def result_of(
     steady = steady[len(steady) // 10 :] if len(steady) else np.arange(len(steps))
     busy = (steps["step_s"] - steps["checkpoint_stall_s"] - steps["eval_s"])[steady]
     restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
-    profiles = [entry.name for entry in (run / PROFILES).list()]
+    names = (entry.name for entry in run.list())
+    profiles = [n.rpartition("/")[2] for n in names if n.startswith(f"{PROFILES}/")]
     values = {
         "run": run.url,
         **{name: value for name, value in summary.items() if name not in TOLD_BELOW},
