@@ -30,8 +30,10 @@ from rayapp.train.spec import LanguageSpec
 CPU_SHARE = 0.9
 # In the messages of torch's allocators on GPUs and CPUs, of Python's, of Ray's memory monitor, and
 # of NVIDIA's libraries: CUBLAS_STATUS_ALLOC_FAILED, ..._INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory")
-SIGNS += ("_alloc_failed", "_allocation_failed")
+SIGNS = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory"),
+    *("_alloc_failed", "_allocation_failed"),
+)
 
 
 def chosen(config: Config, shape: Any, run: Storage, gpus: bool, console: Console) -> Config:
