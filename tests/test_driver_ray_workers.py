@@ -42,9 +42,12 @@ def test_segments_of_gpus_are_expandable_unless_the_user_says_otherwise(
         monkeypatch.delenv(name, raising=False)
     if own is not None:
         monkeypatch.setenv(own, "max_split_size_mb:64")
-    expandable = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert ray_workers.environment(gpus=True) == ({} if own else expandable)
-    assert ray_workers.environment(gpus=False) == ray_workers.CPU_ENVIRONMENT
+    told = ray_workers.environment(gpus=True, workers=2)
+    assert told.get("PYTORCH_ALLOC_CONF") == (None if own else "expandable_segments:True")
+    on_cpus = ray_workers.environment(gpus=False, workers=2)
+    assert (
+        "PYTORCH_ALLOC_CONF" not in on_cpus and on_cpus.keys() > ray_workers.CPU_ENVIRONMENT.keys()
+    )
 
 
 def test_a_local_folder_needs_no_file_system(tmp_path: Path) -> None:

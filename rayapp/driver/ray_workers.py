@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.driver.ray_session import end_workers, threads, uses_gpus
 from rayapp.observe.clock import CLOCK, Call
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import RAY
@@ -121,10 +121,11 @@ def entry(spec: AnySpec) -> Callable[[], Summary]:
     return train
 
 
-def environment(gpus: bool) -> dict[str, str]:
-    """Return variables of the workers' allocators; on GPUs only where the user has set none."""
-    own = {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
-    return own if gpus else CPU_ENVIRONMENT
+def environment(gpus: bool, workers: int) -> dict[str, str]:
+    """Return the variables of the workers; of GPUs' allocator only where the user sets none."""
+    of_gpus = {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
+    own = of_gpus if gpus else CPU_ENVIRONMENT | threads(workers)
+    return {"TOKENIZERS_PARALLELISM": "false", **own}
 
 
 def ray_storage(url: str) -> tuple[Any, str]:
@@ -170,9 +171,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
             logging_config=kit.LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={
-                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **environment(gpus)}
-            },
+            worker_runtime_env={"env_vars": environment(gpus, workers)},
         ),
         datasets={"train": spec.first_step},
         dataset_config=ExactOrder(spec.stream),
