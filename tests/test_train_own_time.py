@@ -7,7 +7,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from step_counts import fake_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from rayapp.train import own_time
 from rayapp.train.own_time import EVERY_STEPS, SAMPLES, OwnTime
@@ -43,6 +46,8 @@ def test_a_rank_lags_that_is_slow_in_all_of_the_last_samples(
     assert told[0]["rank_s"] == {str(rank): each for rank, each in enumerate(samples[0])}
     assert told[-1]["lagging"] == named
     assert own.figures([]) == {"lagging": named}  # until the next sample
+    own.nodes = ()
+    own.figures([round(1e6 * each) for each in samples[-1]])
     assert len(caplog.records) == any(each["lagging"] for each in told)
 
 
@@ -96,3 +101,16 @@ def test_waits_before_and_between_blocks_are_not_the_ranks_own(
                 model(x)
             block(x)  # recomputed in the backward pass
         assert own.take() == own_us
+
+
+def test_a_block_is_measured_inside_of_fsdps_hooks() -> None:
+    """They wait for the parameters, and prefetch those of the next block."""
+    with fake_ranks(4):
+        block = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (4,)))
+        own = OwnTime([block], torch.device("cpu"))
+        with own.forward(EVERY_STEPS - 1):
+            before, after = [*block._forward_pre_hooks.values()], [*block._forward_hooks.values()]
+            assert len(before) == len(after) == 2
+            assert before[-1] == after[0] == own._mark
+            block(torch.ones(1, 4))
+        assert len(block._forward_pre_hooks) == len(block._forward_hooks) == 1

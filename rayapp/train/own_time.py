@@ -37,7 +37,7 @@ class OwnTime:
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         """`blocks` run one after another; without any, nothing is measured."""
         self.nodes: Sequence[str] = ()
-        """The node of each rank."""
+        """The node of each rank, if known."""
         self._blocks, self._cuda, self._marks = blocks, device.type == "cuda", list[Any]()
         self._excess = deque[list[float]](maxlen=SAMPLES)
         self._lagging: str | None = None
@@ -92,5 +92,5 @@ class OwnTime:
             return None
         rank = max(slow, key=slow.__getitem__)
         others = f" ({len(slow)} ranks lag)" if len(slow) > 1 else ""
-        longer = f"{slow[rank]:.0%} longer than the median rank"
-        return f"rank {rank} on {self.nodes[rank]} computes {longer}{others}"
+        where = f" on {self.nodes[rank]}" if self.nodes else ""
+        return f"rank {rank}{where} computes {slow[rank]:.0%} longer than the median rank{others}"
