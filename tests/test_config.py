@@ -38,9 +38,10 @@ SURFACE = {
     "model": "path adapter init_from from_scratch tokenizer new_tokens attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
-    "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps schedule_from weight_decay freeze lr_by_name betas z_loss label_smoothing"
-    " router_loss on_spike spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",
+    "train": "max_steps epochs schedule decay warmup_steps schedule_from on_spike spike_sigmas"
+    " profile_steps tokens_per_step micro_batch optimizer lr min_lr weight_decay freeze lr_by_name"
+    " betas z_loss label_smoothing router_loss grad_clip precision compile loss loss_chunk"
+    " loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts tasks metrics",
@@ -269,6 +270,17 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("run.storage", "", "run.storage= is not valid: string should have at least 1 character"),
         ("cluster.workers", "two", "cluster.workers=two is not valid: it must be N or MIN:MAX."),
         ("cluster.workers", "0:2", "cluster.workers=0:2 is not a range: it must be N or MIN:MAX"),
+        (
+            "train.profile_steps",
+            "23:20",
+            "train.profile_steps=23:20 is not possible: it must be FIRST:",
+        ),
+        (
+            "train.profile_steps",
+            "1:22",
+            "train.profile_steps=1:22 is not possible: it must be FIRST:END",
+        ),
+        ("train.profile_steps", "0:3", "train.profile_steps=0:3 is not valid: it must be FIRST"),
         ("cluster.resources", "{CPU: x}", "cluster.resources.CPU=x is not valid: it must be a num"),
         ("model.overrides", "{a: ", "model.overrides={a: is not valid: it must be a mapping such"),
         ("train", "fast", "train=fast is not valid: it must be a mapping of fields. Set train."),
@@ -499,7 +511,7 @@ def test_every_other_field_makes_a_difference() -> None:
             "data.workers",
             "train.micro_batch",
         )
-        others += ("train.on_spike", "train.spike_sigmas")
+        others += ("train.on_spike", "train.spike_sigmas", "train.profile_steps")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field
 

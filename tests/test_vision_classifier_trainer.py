@@ -33,10 +33,9 @@ from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.engine import Engine
 from rayapp.train.loop import Interrupted
-from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.rank import RankContext, train_rank, validate
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sync import STOP
-from rayapp.train.validation import validate
 from rayapp.vision import classifier_run, classifier_trainer
 from rayapp.vision import classifier_run as checks
 from rayapp.vision.classifier_run import index, order_of, plan_of

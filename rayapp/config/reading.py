@@ -176,6 +176,7 @@ _WHY = {  # type of pydantic's error, or field -> reason
     "run.name": "it must be letters, digits, '.', '_' or '-', 63 at most, a letter or digit first",
     "data.format": "it must be one of these, or module:function",
     "cluster.workers": "it must be N or MIN:MAX",
+    "train.profile_steps": "it must be FIRST:END, numbers of steps from 1 on",
 }
 
 

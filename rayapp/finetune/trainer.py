@@ -34,6 +34,7 @@ from rayapp.finetune.model_parts import (
 )
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
+from rayapp.model.sharding import find_blocks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures
@@ -133,6 +134,7 @@ class LanguageTrainer(Trainer):
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
+            blocks=find_blocks(self.parts.lm.hf),
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)
