@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -891,6 +892,22 @@ def test_preset_and_unknown_path(tmp_path: Path) -> None:
     assert num_parameters(model) == 4096 * 256 + 4 * (4 * 256**2 + 3 * 256 * 704 + 512) + 256
     with pytest.raises(ValueError, match=r"model.path=nope is no folder.*tiny"):
         resolve("nope")
+
+
+def test_a_hub_id_without_a_network_is_one_line_with_what_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError: no name.\nAn error happened. Try again.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ValueError, match=r"^model\.path=org/name is no local folder") as caught:
+        resolve("org/name")
+    assert str(caught.value).endswith(
+        "cannot be fetched: LocalEntryNotFoundError: Got: ConnectError: no name. Check the name, "
+        "the network and HF_TOKEN, or set a folder, smollm2-135m-instruct (weights from the "
+        "package index) or tiny (random ones)"
+    )
 
 
 def test_good_folder_has_no_problems(folder: Path) -> None:
