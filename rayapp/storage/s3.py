@@ -62,18 +62,20 @@ class S3Storage(Storage):
             if etag not in (None, answer["ETag"]):
                 raise changed(self._url(name))
             data = cast(bytes, answer["Body"].read())
-            if length is None:
-                self._check_whole(name, offset + len(data), answer, client)
+            most = None if length is None else offset + length
+            self._check_whole(name, offset + len(data), most, answer, client)
             return data
 
         data = self._call("read", name, get, {"InvalidRange": b""})  # begins at or past the end
         return cut(self._url(name), data, length)
 
-    def _check_whole(self, name: str, end: int, answer: Answer, client: Any) -> None:
-        """Raise ConnectionError if a read to the end stopped short, so that it is retried.
+    def _check_whole(
+        self, name: str, end: int, most: int | None, answer: Answer, client: Any
+    ) -> None:
+        """Raise ConnectionError if a read up to byte `most` stopped short, so that it is retried.
 
         `end` is compared with the object's size, unless botocore has verified a checksum. A proxy
-        may truncate an answer and adapt its headers.
+        may truncate an answer and adapt its headers. Without `most` the read was to the end.
         """
         if "ContentRange" in answer:
             size = int(answer["ContentRange"].rpartition("/")[2])
@@ -82,7 +84,7 @@ class S3Storage(Storage):
         else:
             info = head(self._key(name), client)
             size = info["ContentLength"] if info["ETag"] == answer["ETag"] else end
-        if size != end:
+        if end != (size if most is None else min(size, most)):
             raise ConnectionError(f"the answer ends at byte {end} of {size}")
 
     @contextmanager
