@@ -268,7 +268,7 @@ DRIVER = (
     Mutation(
         "no-room-for-the-reason",
         SUPERVISE,
-        "        self.command.reserve.free()\n",
+        "        command.reserve.free()\n",
         "",
         OF_RESERVE,
     ),
