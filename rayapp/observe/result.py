@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from importlib.metadata import version
 from typing import cast
 
 import numpy as np
@@ -110,7 +111,7 @@ def result_of(
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
         "storage": stored(run, steps, config.checkpoint.keep),
-        "versions": _versions(),
+        "versions": {name: version(name) for name in ("rayapp", "ray", "torch", "transformers")},
     }
     return cast(RunResult, values)  # some names are made of the unit's
 
@@ -175,9 +176,3 @@ def _checkpoints(
         mtbf_s = config.cluster.mtbf_hours * 3600.0 / config.cluster.max_workers
         best_s = max(commit_s or 0.0, best_interval_s(stall_s, restart_s, mtbf_s))
     return {"stall_s": stall_s, "commit_s": commit_s, "best_every_s": best_s}
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("rayapp", "ray", "torch", "transformers")}

@@ -170,9 +170,13 @@ class S3Storage(Storage):
     def _pages(self, prefix: str, **request: Any) -> Iterator[Answer]:
         """Yield the pages of a folder's listing; each is retried on its own."""
         folder = f"{self._folder_url(prefix)}/".split("/", 3)[3]
-        request |= {"Bucket": self._bucket, "Prefix": folder}
+        request |= {"Bucket": self._bucket, "Prefix": folder, "MaxKeys": page_keys}
+
+        def list_page(client: Any) -> Answer:
+            return proven(client.list_objects_v2(**request), "IsTruncated")
+
         while True:
-            page = self._call("list", prefix, partial(_page, {**request, "MaxKeys": page_keys}))
+            page = self._call("list", prefix, list_page)
             yield {"Contents": [], "CommonPrefixes": [], **page}
             if not page["IsTruncated"]:
                 return
@@ -189,10 +193,6 @@ class S3Storage(Storage):
         answers: dict[str, T] | None = None,
     ) -> T:
         return send(what, self._folder_url(name), request, answers)
-
-
-def _page(request: Answer, client: Any) -> Answer:
-    return proven(client.list_objects_v2(**request), "IsTruncated")
 
 
 def _object_entry(name: str, size: int, info: Answer) -> Entry:
