@@ -76,8 +76,8 @@ def test_defaults_are_legal() -> None:
     config = load()
     assert config == Config() == from_dict({})
     assert combined_problems(config) == []
-    assert (config.rows_per_step, config.micro_batches_per_step) == (32, 4)
-    assert (config.cluster.min_workers, config.cluster.max_workers) == (2, 2)
+    assert (config.rows_per_step, config.train.micro_batch) == (32, None)
+    assert (config.cluster.min_workers, config.cluster.max_workers) == (1, 1)
 
 
 def test_a_micro_batch_is_a_number_or_auto() -> None:

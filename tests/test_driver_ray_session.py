@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from drill import Drill
 from patience import PATIENCE_S
 
@@ -147,3 +148,14 @@ def test_the_ray_of_a_killed_driver_ends_with_it(tmp_path: Path) -> None:
     assert {os.getsid(each.pid) for each in processes}.isdisjoint({os.getsid(drill.process.pid)})
     drill.kill("driver")
     leave(processes)
+
+
+@pytest.mark.parametrize(
+    ("here", "workers", "said"), [(True, 1, "8"), (True, 3, "2"), (False, 1, None)]
+)
+def test_a_worker_gets_its_share_of_the_cores_of_a_ray_that_is_started_here(
+    here: bool, workers: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "started_here", lambda: here)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert ray_session.threads(workers).get("OMP_NUM_THREADS") == said

@@ -43,7 +43,7 @@ from rayapp.driver import checkpoint_validation as validation
 from rayapp.driver import ray_workers
 from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
-from rayapp.finetune import micro_batch
+from rayapp.finetune import auto
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.prepared_run import order_of
 from rayapp.observe import metrics
@@ -557,7 +557,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
 def test_a_node_is_asked_what_memory_is_free(ray_here: None) -> None:
     def per_worker(workers: str) -> float:
         config = from_dict({"cluster": {"workers": workers, "gpu": "false"}})
-        return micro_batch._capacity_gib(config, False)
+        return auto._capacity_gib(config, False)
 
     free_gib = psutil.virtual_memory().available / 2**30  # other tests take and free some
     assert 0.5 * free_gib < 2 * per_worker("2") < psutil.virtual_memory().total / 2**30

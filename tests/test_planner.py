@@ -302,8 +302,58 @@ def test_the_largest_micro_batch_leaves_no_worker_with_more_than_its_share() -> 
     assert planner.largest_micro_batch(question) == 1  # 3 rows each; in pairs 4 for one of them
 
 
+@pytest.mark.parametrize("workers", ["8", "16"])
+@pytest.mark.parametrize("model", [{"path": "llama3.2-1b"}, {"lora": {"rank": 16}}, {}])
+def test_auto_takes_the_fastest_strategy_that_fits(workers: str, model: dict[str, Any]) -> None:
+    base = {"train": {"micro_batch": "auto"}, "model": model, "cluster": {"workers": workers}}
+    found = planner.plan(config(**base))
+    strategies = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+    plans = [planner.plan(config(**base, parallel={"strategy": one})) for one in strategies]
+    assert found.capacity_gib is not None and found.rate is not None
+    rates = [one.rate.value for one in plans if one.peak_gib.high <= found.capacity_gib]
+    assert found.rate.value == max(rates)
+    assert found.question.layout.strategy in strategies
+
+
+def test_auto_without_times_shards_as_little_as_fits_and_one_worker_has_nothing_to_choose() -> None:
+    def strategy(capacity_gib: float, workers: str = "4") -> str:
+        step = {"micro_batch": 1, "tokens_per_step": 4 * 4096}
+        asked = config(train=step, cluster={"instance": None, "workers": workers})
+        return planner.plan(asked, capacity_gib=capacity_gib).question.layout.strategy
+
+    assert [strategy(gib) for gib in (20.0, 95.0, 200.0)] == [
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+    ]
+    assert strategy(200.0, "1") == "full_shard"
+
+
+def test_auto_compiles_a_run_that_is_long_enough() -> None:
+    def compiled(steps: int, **more: Any) -> bool:
+        asked = config(train={"micro_batch": 1, "max_steps": steps}, **more)
+        return planner.plan(asked, on_cpu=True).question.layout.compiled
+
+    step_s = planner.plan(config(train={"compile": False})).step_s
+    assert step_s is not None
+    few = int(290 / step_s.value)
+    assert (compiled(few), compiled(few + 20)) == (False, True)
+    cluster = {"instance": None, "workers": "2"}
+    short, long = (
+        config(
+            model={"path": "tiny"},
+            train={"micro_batch": 1, "tokens_per_step": 8192, "max_steps": steps},
+            cluster=cluster,
+        )
+        for steps in (1, 5_000)
+    )
+    of_cpus = [planner.plan(each, on_cpu=True).question.layout.compiled for each in (short, long)]
+    of_gpus = [planner.plan(each).question.layout.compiled for each in (short, long)]
+    assert (of_cpus, of_gpus) == ([False, True], [False, False])
+
+
 def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
-    unnamed = config(cluster={"instance": None})
+    unnamed = config(cluster={"instance": None}, parallel={"strategy": "full_shard"})
     peaks = {
         size: planner.plan(unnamed.with_micro_batch(size)).peak_gib.value for size in (1, 2, 4, 8)
     }
@@ -314,8 +364,8 @@ def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
         assert planner.plan(unnamed, capacity_gib=peak_gib - 0.01).fits == (size > 1)
     on_cpu = planner.plan(unnamed, capacity_gib=24.0, on_cpu=True)
     moving = sum(on_cpu.peak.terms[name] for name in ("activations", "logits", "gathers"))
-    process = 0.85 * 2**30  # and no CUDA context
-    assert on_cpu.peak.terms["slack"] == pytest.approx(0.05 * moving + process)
+    process = 0.8 * 2**30  # and no CUDA context
+    assert on_cpu.peak.terms["slack"] == pytest.approx(0.45 * moving + process)
     named = planner.plan(config(), capacity_gib=1.0, on_cpu=True)
     assert named.as_dict() == planner.plan(config()).as_dict()
 

@@ -85,7 +85,7 @@ def _auto_as_none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "auto" else value
 
 
-def _none_as_auto(value: float | None) -> int | float | str:
+def _none_as_auto(value: Any) -> Any:
     return "auto" if value is None else value
 
 
@@ -109,6 +109,11 @@ Trackers = Annotated[
 ]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AutoBool = Annotated[
+    bool | None,
+    BeforeValidator(_auto_as_none, json_schema_input_type=bool | Literal["auto"]),
+    PlainSerializer(_none_as_auto),
+]
 AutoInt = Annotated[
     int | None,
     BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"]),

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
+    AutoBool,
     AutoFloat,
     AutoInt,
     Beta,
@@ -120,7 +121,7 @@ class Data(Section):
 class Train(TrainSection):
     tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
-    micro_batch: AutoInt = Field(default=8, ge=1)
+    micro_batch: AutoInt = Field(default=None, ge=1)
     """Rows per forward and backward pass on one worker. auto: the largest number that the plan
     expects to fit into memory; it is halved after a step that runs out of memory."""
     optimizer: OptimizerName = "adamw"
@@ -170,8 +171,9 @@ class Train(TrainSection):
     precision: Literal["auto", Precision] = "auto"
     """Compute precision; weights, gradient sums and optimizer state stay fp32. auto: bf16 if a
     short measurement finds it faster, else fp32. fp8: matmuls of the blocks, on GPUs with fp8."""
-    compile: bool = False
-    """Compile the transformer blocks with torch.compile, once for all of them."""
+    compile: AutoBool = None
+    """Compile the transformer blocks with torch.compile, once for all of them. auto: if the run is
+    long enough for compiled steps to save more time than the compilation takes."""
     loss: OptionalCode = None
     """`mypackage.module:function` that computes the loss of each token from its logits; it replaces
     the cross-entropy, which remains the displayed loss (docs/own_code.md)."""
@@ -183,8 +185,9 @@ class Train(TrainSection):
 
 
 class Parallel(Section):
-    strategy: Strategy = "full_shard"
-    """What FSDP shards; the names are PyTorch's."""
+    strategy: Literal["auto", Strategy] = "auto"
+    """What FSDP shards; the names are PyTorch's. auto: the fastest strategy that the plan expects
+    to fit into memory."""
     replicas: OptionalInt = Field(default=None, ge=1)
     """Number of model replicas for hybrid_shard; none: one per node."""
     activation_checkpointing: Checkpointing = "none"
@@ -244,6 +247,11 @@ class Config(RunConfig):
         """Rows of a micro-batch; `auto` must have been replaced by a number."""
         assert self.train.micro_batch is not None, "train.micro_batch=auto is not chosen yet"
         return self.train.micro_batch
+
+    @property
+    def strategy(self) -> Strategy:
+        """What FSDP shards; full_shard where nothing has replaced `auto`."""
+        return "full_shard" if self.parallel.strategy == "auto" else self.parallel.strategy
 
     @property
     def micro_batches_per_step(self) -> int:

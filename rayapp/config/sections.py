@@ -68,7 +68,7 @@ class Eval(Section):
 
 
 class Cluster(Section):
-    workers: Workers = Field(default="2", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
+    workers: Workers = Field(default="1", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
     """Number of training workers: `4`, or `2:8` for an elastic number."""
     gpu: Gpu = "auto"
     """Use one GPU per worker; auto: if the cluster has GPUs."""

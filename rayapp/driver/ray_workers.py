@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.driver.ray_session import end_workers, threads, uses_gpus
 from rayapp.observe.clock import CLOCK, Call
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import RAY
@@ -141,6 +141,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
     filesystem, place = ray_storage(f"{spec.config.run.storage}/{RAY}")
     kit: Any = ray.train  # at run time this is Train v2, whatever the stubs of v1 say
     cluster, gpus = spec.config.cluster, uses_gpus(spec.config)
+    environment = {} if gpus else CPU_ENVIRONMENT | threads(workers)
     return kit.torch.TorchTrainer(
         entry(spec),
         torch_config=kit.torch.TorchConfig(
@@ -160,9 +161,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
             logging_config=kit.LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={
-                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
-            },
+            worker_runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false", **environment}},
         ),
         datasets={"train": spec.first_step},
         dataset_config=ExactOrder(spec.stream),

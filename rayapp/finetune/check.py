@@ -24,6 +24,7 @@ from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
+from rayapp.finetune import auto
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
@@ -68,6 +69,8 @@ class CheckedLanguageRun(command.CheckedRun):
     tasks: tuple[TaskRecords, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code that changes what is trained, by config field."""
+    auto: tuple[str, ...] = ()
+    """The fields of train that the command leaves at `auto`."""
 
     @property
     def parts(self) -> dict[str, object]:
@@ -158,18 +161,21 @@ def _as_begun(entry: Input, run: Storage) -> Input:
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
-    """Replace train.precision=auto by a precision, and check the techniques on that device.
+    """Replace train.precision=auto, take what a begun run keeps, check the techniques there.
 
     Raises:
         ConfigError: the workers cannot do what is asked.
     """
-    config = ready.config
+    config = auto.as_begun(ready.config, ready.run)
     if config.train.precision == "auto":
         fields = {"precision": fastest_precision(gpus)}
         config = config.model_copy(update={"train": config.train.model_copy(update=fields)})
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
-    return replace(ready, config=config)
+    left = [
+        name for name in ("micro_batch", "compile") if getattr(ready.config.train, name) is None
+    ]
+    return replace(ready, config=config, auto=tuple(left))
 
 
 def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:

@@ -6,8 +6,8 @@ result = finetune(load("configs/tiny_cpu.yaml"))
 from __future__ import annotations
 
 from rayapp.driver import command
+from rayapp.finetune.auto import after_failure
 from rayapp.finetune.check import check, settle
-from rayapp.finetune.micro_batch import after_failure
 from rayapp.finetune.prepared_run import prepare
 from rayapp.observe.result import RunFailed
 

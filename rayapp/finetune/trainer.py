@@ -59,9 +59,6 @@ def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
     return LanguageTrainer(spec, device)
 
 
-LEAST_ROOM = 8192  # tokens of a forward pass without gradients
-
-
 class LanguageTrainer(Trainer):
     """A language model and its optimizers on one rank."""
 
@@ -103,7 +100,7 @@ class LanguageTrainer(Trainer):
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
                 "documents of a row see one another. Set data.pack=false"
             )
-        compute, compiled = compute_dtype(self.spec.config), self.spec.config.train.compile
+        compute, compiled = compute_dtype(self.spec.config), bool(self.spec.config.train.compile)
         slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
@@ -169,7 +166,7 @@ class LanguageTrainer(Trainer):
             open_storage(self.spec.run_url),
             step,
             stops=self.generation.eos_token_id or (),
-            room=max(self.spec.config.micro_batch * self.spec.config.data.seq_len, LEAST_ROOM),
+            room=self.spec.config.micro_batch * self.spec.config.data.seq_len,
         )
 
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:

@@ -31,12 +31,12 @@ LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product c
 # Bytes outside PyTorch's allocator: CUDA context, NCCL's channels, cuBLAS' workspace. Estimate.
 CONTEXT_BYTES = 1.3 * GIB
 # Bytes that a worker without a GPU holds beside its tensors: 0.5 GiB of Python, torch, transformers
-# and Ray; then prefetched rows, gloo's buffers, and freed memory that glibc does not return.
-# Measured on 2026-11-24, six runs of 20 to 150 steps (docs/plan.md).
-PROCESS_BYTES = 0.85 * GIB
-# Bytes that the caching allocator reserves beyond live tensors, as a fraction of activations,
-# logits and gathered parameters. Estimate; compared with published runs' GiB in docs/plan.md.
-FRAGMENTATION = 0.05
+# and Ray; then prefetched rows and gloo's buffers. Measured in the runs of docs/plan.md.
+PROCESS_BYTES = 0.8 * GIB
+# Bytes that the allocator reserves beyond live tensors, as a fraction of activations, logits and
+# gathered parameters: of CUDA's caching allocator an estimate, compared with published runs' GiB;
+# of glibc's heap, which keeps what is freed, fitted to the runs on CPUs (both in docs/plan.md).
+FRAGMENTATION = {"cuda": 0.05, "cpu": 0.45}
 # Bytes per value: nf4 has an fp32 scale per 64 values (bitsandbytes).
 BYTES_NF4 = 0.5 + 4 / 64
 
@@ -204,7 +204,9 @@ def kept_bytes(layout: Layout) -> float:
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
     """Add `slack`: the allocator's fragmentation, and CUDA's context or the CPU process."""
     moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
-    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else PROCESS_BYTES)
+    slack = FRAGMENTATION["cuda"] * moving + CONTEXT_BYTES
+    if not cuda:
+        slack = FRAGMENTATION["cpu"] * moving + PROCESS_BYTES
     return Peak(peak.phase, {**peak.terms, "slack": slack})
 
 

@@ -117,7 +117,7 @@ class Question:
 def shards_of(strategy: str, workers: int, replica: int) -> int:
     """Return how many workers each parameter is sharded over; `replica` is a replica's workers."""
     whole = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1, "ddp": 1}
-    return whole.get(strategy, replica)
+    return {"auto": workers, **whole}.get(strategy, replica)
 
 
 def ask(
@@ -236,13 +236,13 @@ def _language_layout(
     layout = Layout(
         shape=shape,
         shards=1,
-        micro_batch=train.micro_batch or 1,  # auto starts at one row
+        micro_batch=train.micro_batch or 1,  # auto starts at one row, full_shard and eager blocks
         seq_len=config.data.seq_len,
-        strategy=parallel.strategy,
+        strategy=config.strategy,
         checkpointing=parallel.activation_checkpointing,
         precision=precision,
         optimizer=train.optimizer,
-        compiled=train.compile,
+        compiled=bool(train.compile),
         loss_chunk=train.loss_chunk,
         lora_rank=lora.rank if lora else None,
         lora_targets=lora.targets if lora else (),
