@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.code import CodeError, load_code
@@ -31,10 +31,20 @@ CLOSE_S = 60.0  # for what is not told yet when the command ends
 logger = logging.getLogger("rayapp.observe")
 
 
+class Hook(Protocol):
+    """What the object that a `run.hooks` entry makes may have; it needs one of them."""
+
+    def on_step(self, line: MetricsLine, /) -> None:
+        """Take a line of metrics.jsonl."""
+
+    def on_checkpoint(self, step: int, url: str, /) -> None:
+        """Take the newest committed checkpoint; with short intervals some are left out."""
+
+    def on_end(self, result: Mapping[str, Any], /) -> None:
+        """Take the content of result.json, once, when the command ends."""
+
+
 METHODS = ("on_step", "on_checkpoint", "on_end")
-"""Of what a class or function of `run.hooks` makes when it is called with (config, run): it has one
-or more. `on_step` takes a line of metrics.jsonl, `on_checkpoint` the step and URL of the newest
-checkpoint (with short intervals some are left out), `on_end` the content of result.json, once."""
 
 
 def opened(config: RunConfig, run: str) -> list[object]:

@@ -253,9 +253,9 @@ def explained(what: str, path: str, *through: type[OSError]) -> Iterator[None]:
     """
     try:
         yield
-    except (StorageError, *through):
-        raise
     except OSError as error:
+        if isinstance(error, (StorageError, *through)):
+            raise
         default = (str(error.strerror or error), "Check the disk or choose another folder")
         explained = StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
         explained.errno = error.errno
