@@ -329,6 +329,18 @@ def test_auto_without_times_shards_as_little_as_fits_and_one_worker_has_nothing_
     assert strategy(200.0, "1") == "full_shard"
 
 
+def test_fp8_pays_from_a_width_of_4096_on() -> None:
+    def rate(path: str, precision: str) -> float:
+        shape = {"path": path, "from_scratch": True}
+        found = planner.plan(config(model=shape, train={"precision": precision}))
+        assert found.rate is not None
+        return found.rate.value
+
+    narrow = rate("llama3.2-1b", "fp8") / rate("llama3.2-1b", "bf16")
+    assert narrow == pytest.approx(38_194 / 44_983, abs=0.05)  # bench/gpu/, one H100
+    assert rate("llama3.1-8b", "fp8") > 1.1 * rate("llama3.1-8b", "bf16")
+
+
 def test_auto_compiles_a_run_that_is_long_enough() -> None:
     def compiled(steps: int, **more: Any) -> bool:
         asked = config(train={"micro_batch": 1, "max_steps": steps}, **more)
