@@ -44,7 +44,7 @@ from rayapp.cluster.prove.trials import (
 from rayapp.cluster.sizes import fixed_usd_per_hour
 from rayapp.config import ConfigError, arguments, load
 from rayapp.hardware import PRICE_DATE, instance
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import Exit, refused
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +85,7 @@ def main(argv: list[str]) -> int:
     try:
         return _main(argv[0], argv[1:])
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return Exit.REFUSED
+        return refused(error)
 
 
 def _main(home: str, argv: list[str]) -> int:
