@@ -96,6 +96,20 @@ def test_workers_on_a_cluster_are_told_what_their_job_does_not_say(
     assert set(ray_session._quiet_workers()) == set(ray_session.QUIET)
 
 
+def test_what_a_worker_prints_is_printed_once() -> None:
+    """By Ray Train's own patch of print, where stdout is wrapped as in a worker."""
+    code = (
+        "import logging, sys; from rayapp.driver.ray_session import tell_ray; tell_ray()\n"
+        "from ray.train.v2._internal.logging.patch_print import patch_print_function\n"
+        "from rayapp.observe.plain import PlainStream\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout); patch_print_function()\n"
+        "sys.stdout = PlainStream(sys.stdout); print('a line')"
+    )
+    environment = {n: v for n, v in os.environ.items() if n != "RAY_TRAIN_ENABLE_PRINT_PATCH"}
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert out.count("a line") == 1
+
+
 class Grouped(Drill):
     """A command in a process group of its own, as a shell, `timeout` or a batch system makes it."""
 

@@ -205,7 +205,15 @@ ELSEWHERE = RuntimeError("Connection closed by peer")
 
 
 @pytest.mark.parametrize(
-    "error", [of_torch(), torch.OutOfMemoryError("CUDA out of memory. Tried"), MONITOR]
+    "error",
+    [
+        of_torch(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        MONITOR,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    ],
 )
 def test_half_is_tried_after_an_error_of_memory(error: Exception) -> None:
     failed = WorkerGroupError("2 workers failed", {0: ELSEWHERE, 1: error})

@@ -72,7 +72,7 @@ def test_blocks_keep_what_they_kept_on_an_h100(compiled: bool, gib: float) -> No
     """`bench/step.py`: peaks of llama3.2-1b, 2 x 4096 tokens, less that of full checkpointing."""
     layout = Layout(shape_of(config_of("llama3.2-1b")), 1, 2, 4096, compiled=compiled)
     full = replace(layout, checkpointing="full")
-    apart = layout.peak().total - full.peak().total
+    apart = (kept_bytes(layout) - kept_bytes(full)) * layout.shape.layers * layout.tokens
     assert apart / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -437,6 +437,10 @@ def test_machines_are_found_without_naming_one() -> None:
             {"parallel": {"strategy": "hybrid_shard", "replicas": 3}},
             r"replicas=3 does not divide 8 workers.*Set one of 1, 2, 4, 8",
         ),
+        (
+            {"model": {"path": "tiny"}, "data": {"seq_len": 2048}, "train": {"micro_batch": 1}},
+            r"seq_len=2048 is above the model's limit: tiny has positions for 1024 tokens\. Set",
+        ),
     ],
 )
 def test_bad_input_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -446,7 +450,7 @@ def test_bad_input_is_refused(sections: dict[str, Any], message: str) -> None:
 
 def test_a_local_folder_and_a_known_hub_id_have_a_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("tiny")), encoding="utf-8")
-    local = planner.ask(config(model={"path": str(tmp_path)}))
+    local = planner.ask(config(model={"path": str(tmp_path)}, data={"seq_len": 1024}))
     assert local.layout.shape == shape_of(config_of("tiny"))
     hub = planner.ask(config(model={"path": "meta-llama/Llama-3.1-8B"}))
     assert hub.layout.shape.parameters == 8_030_261_248
@@ -459,9 +463,12 @@ def test_a_local_folder_and_a_known_hub_id_have_a_shape(tmp_path: Path) -> None:
 
 
 def test_overrides_and_an_own_tokenizer_change_the_shape() -> None:
-    fewer = planner.ask(config(model={"path": "tiny", "overrides": {"num_hidden_layers": 2}}))
+    changed = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    fewer = planner.ask(config(model={"path": "tiny", "overrides": changed}))
     assert fewer.layout.shape.layers == 2
-    own = planner.ask(config(model={"path": "tiny", "tokenizer": "bpe:512"}))
+    own = planner.ask(
+        config(model={"path": "tiny", "tokenizer": "bpe:512"}, data={"seq_len": 1024})
+    )
     assert own.layout.shape.vocabulary == 512
 
 
@@ -531,7 +538,11 @@ def test_llama2_scales_to_16_p5_at_least_as_well_as_the_seed() -> None:
 def test_every_preset_with_a_formula_is_planned_on_every_p(name: str, instance: str) -> None:
     one = INSTANCES[instance]
     found = planner.plan(
-        config(model={"path": name}, cluster={"workers": str(one.gpus), "instance": instance})
+        config(
+            model={"path": name},
+            data={"seq_len": 1024},
+            cluster={"workers": str(one.gpus), "instance": instance},
+        )
     )
     assert found.fits in (True, False) and found.step_s is not None
 

@@ -11,6 +11,7 @@ import torch
 from step_counts import LAYERS, counts_of
 
 from rayapp.train import loop
+from rayapp.train.own_time import EVERY_STEPS
 
 PAGE = Path(__file__).parent.parent / "docs/numbers.md"
 BEGIN, END = "<!-- counts -->\n", "<!-- end of counts -->\n"
@@ -75,3 +76,12 @@ def test_the_host_reads_as_often_in_any_step() -> None:
         for m, masked in ((1, 0.0), (3, 0.0), (2, 0.7))
     }
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize("step", [EVERY_STEPS - 1, EVERY_STEPS])
+def test_a_sample_of_own_time_rides_on_the_steps_message(step: int) -> None:
+    usual, sampled = (counts_of("full_shard", micro_batches=2, step=each) for each in (1, step))
+    assert sampled.collectives == usual.collectives
+    assert sampled.kernels == usual.kernels and sampled.reads == usual.reads
+    more = sampled.sent["all-reduce"] - usual.sent["all-reduce"]
+    assert more == (8 * 8 if step == EVERY_STEPS else 0)  # int64 of each rank, in the step after

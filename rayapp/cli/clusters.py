@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli import command_of_words
+from rayapp.cli import documented
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
 
-
-@command_of_words("""rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
+RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
 
   --out=FOLDER         the folder to write to; build/ecs or build/kuberay by default
   --account=ID         AWS account; by default the account of the credentials
@@ -32,9 +31,12 @@ from rayapp.observe.run_folder import Exit
   --prometheus=URL     your Prometheus, as the head reaches it
   --grafana=URL        your Grafana; with both, Ray's dashboard shows their charts
   --queue=TYPE:NODES   KubeRay: quota of Kueue's queue, for all nodes of the platform
-  --retries=2          KubeRay: how many new clusters a RayJob may start after losing one""")
+  --retries=2          KubeRay: how many new clusters a RayJob may start after losing one"""
+
+
+@documented(RENDER, words=True)
 def render(argv: list[str]) -> int:
-    """Render a cluster's files."""
+    """Render a cluster's files; see RENDER."""
     from rayapp.cluster import Options, cost, paths_of_this_machine, render, write
     from rayapp.config import arguments
 
@@ -75,20 +77,24 @@ def _account(region: str) -> str | None:
         return None
 
 
-@command_of_words("""rayapp capacity ecs|eks [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
+CAPACITY = """rayapp capacity ecs|eks [--name=rayapp] [--region=us-west-2] [--wait_s=1800]
 
   --name=NAME    the name given to infra/base and `make up-*`; --region=NAME
   --wait_s=S     maximum seconds until the workers of a group run
 
 Waits until the head and the workers run, and says why hosts do not start. If cluster.instance is a
 list, the command starts the first entry for which EC2 has capacity (on ECS in the first zone with
-capacity): it ends a group without capacity and starts the next. EKS: in kubectl's context.""")
+capacity): it ends a group without capacity and starts the next. EKS: in kubectl's context."""
+
+
+@documented(CAPACITY, words=True)
 def capacity(argv: list[str]) -> int:
-    """Start the workers where there is room, and wait for them."""
+    """Start the workers where there is room, and wait for them; see CAPACITY."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
     from rayapp.cluster.capacity import start, wait_for_workers
+    from rayapp.cluster.connect import NotReachable
     from rayapp.config import arguments
 
     home, asked, problems = _asked(argv, {"wait_s": "1800"})
@@ -99,7 +105,7 @@ def capacity(argv: list[str]) -> int:
     try:
         start(home, asked["name"], client, seconds, say)
         wait_for_workers(home, asked["name"], client, seconds, say)
-    except (BotoCoreError, ClientError) as error:
+    except (NotReachable, BotoCoreError, ClientError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     return Exit.DONE
@@ -116,8 +122,7 @@ def _asked(argv: list[str], known: dict[str, str]) -> tuple[str, dict[str, str],
     return argv[0], asked, malformed({name: asked[name] for name in ("name", "region")})
 
 
-@command_of_words("""\
-rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
+CONNECT = """rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- COMMAND]
 
   --name=NAME      the name given to infra/base and `make up-*`; --region=NAME
   --port=PORT      port on this machine; a free port by default
@@ -125,14 +130,24 @@ rayapp connect ecs|eks [--name=rayapp] [--region=us-west-2] [--port=PORT] [-- CO
 
 Forwards the cluster's dashboard and Jobs API to http://127.0.0.1:PORT until Ctrl-C, and keeps the
 cluster's token in ~/.rayapp meanwhile. Run the printed lines in the shell in which you submit.
-With COMMAND, rayapp runs it with these variables set and returns its exit code.""")
+With COMMAND, rayapp runs it with these variables set and returns its exit code."""
+
+
 def connect(argv: list[str]) -> int:
-    """Forward a cluster's port."""
+    """Forward a cluster's port; see CONNECT."""
     split = argv.index("--") if "--" in argv else len(argv)
     own, command = argv[:split], argv[split + 1 :]
+    if "--help" in own or "-h" in own or not own:
+        print(CONNECT)
+        return Exit.DONE if own else Exit.REFUSED
+    from rayapp.cluster.connect import NotReachable
+
     before = {number: signal.signal(number, _leave) for number in (signal.SIGHUP, signal.SIGTERM)}
     try:
         return _connect(own, command)
+    except NotReachable as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return Exit.FAILED
     except FileNotFoundError as error:
         print(f"failed: {error.filename} is not installed. Install it", file=sys.stderr)
         return Exit.FAILED

@@ -6,10 +6,15 @@ import json
 import re
 from pathlib import Path
 
-from rayapp.cli import COMMANDS, command_of_words
+from rayapp.cli import COMMANDS, documented
 from rayapp.config import KINDS, Config, ConfigError, arguments, help
 from rayapp.config.fields import NAME_PATTERN
 from rayapp.observe.run_folder import Exit
+
+INIT = """rayapp init NAME
+
+Writes NAME.yaml (a config with comments) and NAME.jsonl (ten chats to train on) to this folder.
+Existing files are not replaced."""
 
 COMPLETION = """rayapp completion bash|zsh
 
@@ -51,12 +56,9 @@ CHOSEN = {  # field: (value, what a user changes it to)
 }
 
 
-@command_of_words("""rayapp init NAME
-
-Writes NAME.yaml (a config with comments) and NAME.jsonl (ten chats to train on) to this folder.
-Existing files are not replaced.""")
+@documented(INIT, words=True)
 def init(argv: list[str]) -> int:
-    """Write a config and data to begin with."""
+    """Write a config and data to begin with; see INIT."""
     name, _ = arguments.read_plain(argv, "NAME", {})
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(
@@ -118,7 +120,7 @@ complete -F _rayapp rayapp"""
 
 
 def completion(argv: list[str]) -> int:
-    """Print a shell's completion script."""
+    """Print a shell's completion script; see COMPLETION."""
     if argv not in (["bash"], ["zsh"]):
         print(COMPLETION)
         return Exit.DONE if {"--help", "-h"} & set(argv) else Exit.REFUSED

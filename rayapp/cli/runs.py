@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from rayapp.cli import command
-from rayapp.cli.jobs import WHERE, handle_of, or_none
+from rayapp.cli.jobs import WHERE, command, handle_of, or_none
 from rayapp.config import Run, arguments
 from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job

@@ -16,8 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from rayapp.cli import command
-from rayapp.cli.jobs import handle_of, or_none
+from rayapp.cli.jobs import command, handle_of, or_none
 from rayapp.config import ConfigError, Run, arguments
 from rayapp.data.prepared import BLOCKS, USED
 from rayapp.data.token_store import FOLDER as TOKENS

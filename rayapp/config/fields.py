@@ -103,6 +103,8 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_list)]
 Code = Annotated[str, Field(pattern=CODE_PATTERN)]
 OptionalCode = Annotated[Code | None, BeforeValidator(none_or)]
+Steps = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:[1-9][0-9]{0,8}$")]
+StepSlice = Annotated[Steps | None, BeforeValidator(none_or)]
 Codes = Annotated[tuple[Code, ...], BeforeValidator(comma_list)]
 Trackers = Annotated[
     tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(comma_list)

@@ -33,8 +33,12 @@ UNKNOWN = "whose memory is not planned: nothing is known of this model"
 # The usable share of the free memory of a node without GPUs; Ray ends workers when 95 % of all its
 # memory is used.
 CPU_SHARE = 0.9
-# In the messages of torch's allocators on GPUs and CPUs, of Python's, and of Ray's memory monitor.
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory")
+# In the messages of torch's allocators on GPUs and CPUs, of Python's, of Ray's memory monitor, and
+# of NVIDIA's libraries: CUBLAS_STATUS_ALLOC_FAILED, ..._INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
+SIGNS = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "low on memory"),
+    *("_alloc_failed", "_allocation_failed"),
+)
 
 
 def as_begun(config: Config, run: Storage) -> Config:

@@ -55,6 +55,7 @@ class OutputHead:
             chunk=train.loss_chunk,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
+            compiled=bool(train.compile),
         )
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy

@@ -19,15 +19,17 @@ from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.token_rows import step_rows
+from rayapp.driver import command
 from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
 from rayapp.finetune import auto, plan_lines, preview, source_rows
-from rayapp.finetune.check import CheckedLanguageRun, Input
+from rayapp.finetune.check import CheckedLanguageRun, Input, check, settle
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.finetune.model_parts import model_shape
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
+from rayapp.observe.result import RunFailed as RunFailed
 from rayapp.observe.run_folder import METRICS, PLAN, PREPARED
 from rayapp.observe.status import read_plan
 from rayapp.order import Order, combine, fingerprint
@@ -334,3 +336,6 @@ def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
                 "back to what they were, or another run.name"
             ]
         )
+
+
+finetune = command.Kind(check, settle, prepare, auto.after_failure).run

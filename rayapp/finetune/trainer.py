@@ -34,6 +34,7 @@ from rayapp.finetune.model_parts import (
 )
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
+from rayapp.model.sharding import find_blocks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures
@@ -133,6 +134,7 @@ class LanguageTrainer(Trainer):
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
+            blocks=find_blocks(self.parts.lm.hf),
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)
@@ -345,10 +347,8 @@ def export(
     """
     lora = spec.config.model.lora
     if lora is not None and lora.target_parameters and dist.get_rank() == 0:
-        print(
-            f"experts: {opened_by(parts.lm.hf.config.model_type, lora.target_parameters)}",
-            flush=True,
-        )
+        told = opened_by(parts.lm.hf.config.model_type, lora.target_parameters)
+        print(f"experts: {told}", flush=True)
     if lora is not None and spec.config.model.new_tokens and not lora.merge and not dist.get_rank():
         print(f"new tokens: {NEW_TOKENS}", flush=True)
     if lora is not None:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from rayapp.config import ConfigError, RunConfig
+from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import JobError, SubmitOptions, results
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.submission import Again, changed, options_again, send
+from rayapp.jobs.submission import Again, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
@@ -76,7 +76,7 @@ def submit(
         raise ConfigError([f"pip={pip} is text: a list of them is expected. Set pip=[{pip!r}]"])
     pip, env, secrets, tags = tuple(pip), env or {}, secrets or {}, tags or {}
     options = SubmitOptions(working_dir, pip, env, secrets, driver_cpus, driver_memory_gib, tags)
-    return Job.send(changed(config, sections), options, address, say)
+    return Job.send(load(config, None, None, **sections), options, address, say)
 
 
 class Job:

@@ -22,7 +22,7 @@ from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import config_values
+from rayapp.planner.trained import config_values, length_problem, text_section
 
 
 class UnknownModel(ConfigError):
@@ -224,6 +224,10 @@ def _language_layout(
     values = config_values(config, problems) if model is None else model
     if values is None:
         return None
+    text = text_section(values)
+    limit = text.get("max_position_embeddings", text.get("n_positions"))  # the latter: GPT-2
+    if problem := length_problem(config, limit):
+        problems.append(problem)
     try:
         if read is None or has_formula(values):
             shape = shape_of(values)

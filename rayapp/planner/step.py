@@ -209,7 +209,8 @@ def block_traffic_bytes(layout: Layout) -> float:
 def loss_traffic_bytes(layout: Layout) -> float:
     """Return the bytes that the loss moves per token: logits, log-probabilities, gradients."""
     # Bytes per logit. Estimates.
-    return layout.shape.vocabulary * (26.0 if layout.plain_loss else 18.0)
+    each = 26.0 if layout.plain_loss else 6.0 if layout.compiled else 18.0
+    return layout.shape.vocabulary * each
 
 
 def _passes(layout: Layout) -> int:
