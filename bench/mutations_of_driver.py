@@ -111,8 +111,8 @@ DRIVER = (
     Mutation(
         "preemptions-use-up-failures",
         RECOVERY,
-        "        self._preemptions += 1\n",
-        '        self._preemptions += 1\n        self._failed_at[STEP] = [float("inf")]\n',
+        "            self._preemptions += 1\n",
+        '            self._preemptions += 1; self._failed_at[STEP] = [float("inf")]\n',
         OF_RECOVERY,
     ),
     Mutation(
@@ -275,7 +275,7 @@ DRIVER = (
     Mutation(
         "no-room-for-the-reason",
         SUPERVISE,
-        "        self.command.reserve.free()\n",
+        "        command.reserve.free()\n",
         "",
         OF_RESERVE,
     ),

@@ -46,7 +46,7 @@ from importlib.metadata import version
 from rayapp.cli import COMMANDS
 from rayapp.config import ConfigError
 from rayapp.observe.plain import NO_BARS, plain_output
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import Exit, refused
 
 
 @plain_output()
@@ -73,9 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(command(argv[1:]))
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return Exit.REFUSED
+        return refused(error)
     except BrokenPipeError:  # of `rayapp list | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE

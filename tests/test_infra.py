@@ -635,8 +635,8 @@ def test_a_run_trains_with_no_more_than_its_role_has(
 METRICS = f"arn:aws:cloudwatch:{REGION}:{ACCOUNT}:dataset/default"
 # What the calls of a drill leave out: a model of the bucket's, and the metrics of the side-car.
 FURTHER = [
-    Call("s3fs", "s3:GetObject", "BUCKET/models/<file>"),
-    Call("s3fs", "s3:ListBucket", "BUCKET", (("s3:prefix", "models/"),)),
+    Call("boto3", "s3:GetObject", "BUCKET/models/<file>"),
+    Call("boto3", "s3:ListBucket", "BUCKET", (("s3:prefix", "models/"),)),
 ]
 FORBIDDEN = [
     Call("", "s3:GetObject", "BUCKET/secrets/x"),

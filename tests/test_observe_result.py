@@ -45,7 +45,7 @@ from rayapp.observe.attempts import (
 from rayapp.observe.columns import Columns
 from rayapp.observe.result import RunFailed, best_interval_s, result_of, stored
 from rayapp.storage import StorageError, open_storage
-from rayapp.storage.local import LOCAL_REASONS
+from rayapp.storage.base import LOCAL_REASONS
 from rayapp.train.checkpoint.marker import CheckpointError
 
 # As Ray 2.60 said it of an actor in a control group of 1.6 GB, whose memory was used up within a

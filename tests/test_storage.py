@@ -597,9 +597,11 @@ def test_a_truncated_answer_is_asked_for_again(faults: Faults, either_bucket: st
     """Its headers agree with it, and it has no checksum: the object's size is what tells."""
     storage = open_storage(f"s3://{either_bucket}/p")
     storage.write("a", b"content " * 1000)
-    for offset in (0, 17):
+    for offset, end in ((0, None), (17, None), (8, 88)):
         faults.spoil("short", "GET", 2)
-        assert storage.read("a", offset) == (b"content " * 1000)[offset:] and faults.left == 0
+        length = None if end is None else end - offset
+        assert storage.read("a", offset, length) == (b"content " * 1000)[offset:end]
+        assert faults.left == 0
 
 
 @pytest.mark.parametrize("kind", ["expired", "skewed"])

@@ -171,7 +171,7 @@ def _run(
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
             hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
             with _logged(command, ready.config.run.name, console, hooks):
-                return _to_the_end(kind, ready, command, gpus, console, phases, hooks)
+                return _to_the_end(kind, ready, command, gpus, console, hooks)
 
 
 def _done_already(run: Storage, ready: CheckedRun, console: Console, phases: Phases) -> RunResult:
@@ -213,21 +213,15 @@ def _logged(command: Command, name: str, console: Console, hooks: Hooks) -> Iter
 
 
 def _to_the_end(
-    kind: Kind,
-    ready: CheckedRun,
-    command: Command,
-    gpus: bool,
-    console: Console,
-    phases: Phases,
-    hooks: Hooks,
+    kind: Kind, ready: CheckedRun, command: Command, gpus: bool, console: Console, hooks: Hooks
 ) -> RunResult:
     """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
         console.print(f"[yellow]{escape(warning)}[/yellow]", soft_wrap=True)
-    run, journal = command.run, command.journal
+    run, journal, phases = command.run, command.journal, command.phases
     with journal.command(ready.config, phases.started):
         with command.reserve:
-            summary = _train(kind, ready, command, gpus, console, phases, hooks)
+            summary = _train(kind, ready, command, gpus, console, hooks)
         if summary["status"] == STOPPED and command.budget and command.budget.reason:
             summary["reason"] = command.budget.reason
         journal.ended(summary["status"], summary["seconds"], summary.get("reason"))
@@ -248,16 +242,9 @@ def _to_the_end(
 
 
 def _train(
-    kind: Kind,
-    ready: CheckedRun,
-    command: Command,
-    gpus: bool,
-    console: Console,
-    phases: Phases,
-    hooks: Hooks,
+    kind: Kind, ready: CheckedRun, command: Command, gpus: bool, console: Console, hooks: Hooks
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
-
     endless = placement.refusing_endless_waits(ready.config)  # for room to prepare the data
 
     def tend() -> None:
@@ -266,7 +253,7 @@ def _train(
         command.logs.refresh()
 
     try:
-        spec, beside = watching(lambda: kind.prepare(ready, gpus, console, phases), tend)
+        spec, beside = watching(lambda: kind.prepare(ready, gpus, console, command.phases), tend)
     except StopAsked:
         return as_it_stands(command.run)
     with (

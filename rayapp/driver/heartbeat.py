@@ -117,7 +117,10 @@ class Heartbeat:
             return own
         now = time.monotonic()
         if self._of_workers is None and own.phase == STARTING_WORKERS:
-            self._forget_last_workers(run)
+            try:
+                run.delete(RANK_ACTIVITY)  # of the last workers
+            except (OSError, RunFailed) as error:
+                logger.warning("%s is not deleted: %s", RANK_ACTIVITY, error)
             self._of_workers, self._read_at = own, now
         elif now - self._read_at >= (POLL_S if run.local_path() else READ_EVERY_S):
             self._read_at = now
@@ -130,12 +133,6 @@ class Heartbeat:
         if reported is None or reported.phase in (STARTING_WORKERS, own.phase):
             return own
         return reported
-
-    def _forget_last_workers(self, run: Storage) -> None:
-        try:
-            run.delete(RANK_ACTIVITY)
-        except (OSError, RunFailed) as error:
-            logger.warning("%s is not deleted: %s", RANK_ACTIVITY, error)
 
     def _follow(self) -> None:
         while not self._closed.wait(POLL_S):

@@ -27,11 +27,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from typing_extensions import TypedDict
+
 from rayapp.config import ConfigError
 from rayapp.driver.fence import Fenced
 from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Clock
-from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import (
     LEASE,
@@ -39,9 +40,10 @@ from rayapp.observe.run_folder import (
     LEASE_STOPPED_S,
     LEASE_TAKEN_S,
     STOP,
+    Count,
 )
 from rayapp.storage import Storage
-from rayapp.storage.local import FULL
+from rayapp.storage.base import FULL
 from rayapp.storage.processes import machine as _machine
 from rayapp.storage.processes import mark_of as _process
 
@@ -50,6 +52,19 @@ NOTE_EVERY_S = 60.0
 ROOM_S = 3 * LEASE_RENEWED_S  # after which a disk that is still full refuses a write
 
 logger = logging.getLogger("rayapp.driver")
+
+
+class Holder(TypedDict, total=False):
+    """The process that holds a run's lease."""
+
+    id: str
+    """Differs between holders, also of one process."""
+    host: str
+    pid: Count
+    process: str | None
+    """What distinguishes it from an earlier process with the same pid."""
+    machine: list[str]
+    renewed: int
 
 
 class Lease:

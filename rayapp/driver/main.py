@@ -14,7 +14,7 @@ from rayapp.driver.ray_session import tell_ray
 from rayapp.jobs.secrets import SecretError
 from rayapp.observe.events import submission_id
 from rayapp.observe.plain import Console, plain_output
-from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit
+from rayapp.observe.run_folder import EXIT_CODES, RETRIED, Exit, refused
 from rayapp.storage import StorageError
 
 STOP_S = 20.0  # Ray sends SIGTERM about a second after it is asked to stop a job
@@ -41,7 +41,7 @@ def main(
             return Exit.DONE
         config, _ = arguments.read(argv, {}, kind)
     except ConfigError as error:
-        return _final(_refuse(error))
+        return _final(refused(error))
     tell_ray()
     run = _loaded(load_run)  # only now needed
     from rayapp.observe.result import RunFailed
@@ -49,7 +49,7 @@ def main(
     try:
         result = run(config, Console(), started)
     except ConfigError as error:
-        return _final(_refuse(error))
+        return _final(refused(error))
     except (RunFailed, SecretError, StorageError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return _final(Exit.FAILED) if isinstance(error, RunFailed) else Exit.FAILED
@@ -92,9 +92,3 @@ def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callabl
     with Heartbeat(phases, Console(force_terminal=False, force_jupyter=False), Tail()):
         phases.begin("importing torch, ray and transformers")
         return load_run()
-
-
-def _refuse(error: ConfigError) -> int:
-    for problem in error.problems:
-        print(problem, file=sys.stderr)
-    return Exit.REFUSED

@@ -88,7 +88,11 @@ class Recovery:
         if ending.kind == NO_ROOM:
             return 0.0
         if ending.kind == PREEMPTION:
-            return self._after_preemption(ending)
+            self._preemptions += 1
+            most = self._cluster.max_preemptions
+            if most is not None and self._preemptions > most:
+                raise GiveUp(f"{ending.reason}; cluster.max_preemptions={most} are used up")
+            return 0.0
         if ending.kind == RESIZE:
             self._count(ending, "resize", RESIZES)
         elif ending.kind == AGAIN:
@@ -99,13 +103,6 @@ class Recovery:
             self._after_failure(ending)
         self._pauses += 1
         return min(LONGEST_PAUSE_S, 2.0 ** (self._pauses - 1)) if self._pauses > 1 else 0.0
-
-    def _after_preemption(self, ending: Ending) -> float:
-        self._preemptions += 1
-        most = self._cluster.max_preemptions
-        if most is not None and self._preemptions > most:
-            raise GiveUp(f"{ending.reason}; cluster.max_preemptions={most} are used up")
-        return 0.0
 
     def _after_failure(self, ending: Ending) -> None:
         cause, now, window_s = ending.cause, self._clock.monotonic(), self._cluster.failure_window_s

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from rayapp.observe.run_folder import RESERVE
 from rayapp.storage import Storage
-from rayapp.storage.local import explained
+from rayapp.storage.base import explained
 
 RESERVE_BYTES = 2**20  # a log of an attempt takes up to 520 kB, the rest some 10
 

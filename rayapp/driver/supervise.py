@@ -26,23 +26,15 @@ from rayapp.driver.ray_workers import Attempt, Workers
 from rayapp.driver.recovery import GiveUp, Recovery
 from rayapp.driver.reserve import Reserve
 from rayapp.driver.stop import POLL_S, Stop, StopAsked
-from rayapp.observe import metrics
+from rayapp.observe import metrics, run_folder
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
 from rayapp.observe.attempts import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
 from rayapp.observe.clock import CLOCK, Call, Clock
 from rayapp.observe.events import Journal
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.records import Summary
-from rayapp.observe.result import RunFailed, failed
-from rayapp.observe.run_folder import (
-    CONFIG,
-    DONE,
-    FAILED,
-    LEASE_STOPPED_S,
-    METRICS,
-    MOVED,
-    STOPPED,
-)
+from rayapp.observe.result import failed
+from rayapp.observe.run_folder import DONE, FAILED, LEASE_STOPPED_S, MOVED, STOPPED
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec, BackgroundWork
@@ -73,9 +65,7 @@ class Command:
     """The end of what this command has printed."""
     budget: Budget | None = None
     phases: Phases = field(default_factory=Phases)
-    shown_by: Callable[[Callable[[str], None]], AbstractContextManager[None]] = lambda show: (
-        nullcontext()
-    )
+    shown_by: Callable[[Callable[[str], None]], AbstractContextManager[Any]] = nullcontext
     """Inside the block, its activity is shown by the given function."""
 
     @cached_property
@@ -117,19 +107,21 @@ def fit(
     Raises:
         RunFailed: training failed for good, with the first worker's reason, or the lease is lost.
     """
-    supervisor = _Supervisor(command, spec, workers, console, after_failure)
-    supervisor.beside = beside
+    bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
+    supervisor = _Supervisor(command, spec, workers, bar, after_failure, beside)
     if spec.config.eval.checkpoints and spec.data.held_out:
-        supervisor.validator = make_validator(spec, command.run, supervisor.bar.say)
+        supervisor.validator = make_validator(spec, command.run, bar.say)
     try:
-        with workers.asked_for(), command.shown_by(supervisor.bar.note):
+        with workers.asked_for(), command.shown_by(bar.note):
             return supervisor.train()
     except StopAsked:
         return supervisor.patiently(lambda: as_it_stands(command.run))
     except GiveUp as error:
-        raise supervisor.failure(str(error)) from error
+        command.reserve.free()
+        reason = str(error)
+        raise supervisor.patiently(lambda: failed(command.run, reason)) from error
     finally:
-        supervisor.bar.close()
+        bar.close()
 
 
 def as_it_stands(run: Storage) -> Summary:
@@ -146,24 +138,22 @@ def as_it_stands(run: Storage) -> Summary:
     }
 
 
+@dataclass
 class _Supervisor:
     """The attempts of one command."""
 
-    def __init__(
-        self,
-        command: Command,
-        spec: AnySpec,
-        workers: Workers,
-        console: Console,
-        after_failure: AfterFailure,
-    ) -> None:
-        self.command, self.spec, self.workers = command, spec, workers
+    command: Command
+    spec: AnySpec
+    workers: Workers
+    bar: display.ProgressBar
+    after_failure: AfterFailure
+    beside: BackgroundWork | None
+    validator: Any = None
+
+    def __post_init__(self) -> None:
+        command, spec = self.command, self.spec
         self.clock, self.journal, self.phases = command.clock, command.journal, command.phases
-        self.after_failure = after_failure
         self.recovery = Recovery(spec.config.cluster, spec.order, self.clock)
-        self.bar = display.ProgressBar(console, spec.order.num_steps, spec.config.run.name)
-        self.validator: Any = None
-        self.beside: BackgroundWork | None = None
 
     def train(self) -> Summary:
         """Make attempts until one is not to be followed by another; return its summary."""
@@ -200,11 +190,6 @@ class _Supervisor:
             if stale:
                 ending = replace(ending, kind=FAILURE, cause=STORAGE, final=False, reason=stale)
             self._prepare_next(ending, ended, count)
-
-    def failure(self, reason: str) -> RunFailed:
-        """Record why the run failed, and return the error to raise."""
-        self.command.reserve.free()
-        return self.patiently(lambda: failed(self.command.run, reason))
 
     def _wait_for_room(self, fits: str) -> None:
         if self.phases.current.phase == WAITING_FOR_ROOM:
@@ -345,7 +330,10 @@ class _FolderPoll:
             self._before = self._new = line
             self.stepped = True
             self._command.journal.saw(line)
-            self._take()
+            try:
+                self._taken = self._taken or take(self._command.run)
+            except OSError as error:  # the next line is another chance
+                logger.warning("%s stays as it is: %s", run_folder.CONFIG, error)
         elif not self.stepped and self._command.stop.asked():
             if self.asked_at is None:
                 self.asked_at = self._command.clock.monotonic()
@@ -354,16 +342,10 @@ class _FolderPoll:
             self._validator.poll()
         self._command.logs.refresh()
 
-    def _take(self) -> None:
-        try:
-            self._taken = self._taken or take(self._command.run)
-        except OSError as error:  # the next line is another chance
-            logger.warning("%s stays as it is: %s", CONFIG, error)
-
 
 def _last_line(run: Storage) -> MetricsLine | None:
     try:
         return metrics.last(run)
     except OSError as error:
-        logger.warning("cannot read %s: %s", METRICS, error)
+        logger.warning("cannot read %s: %s", run_folder.METRICS, error)
         return None

@@ -55,7 +55,9 @@ def work(spec: AnySpec) -> Summary:
     ):
 
         def open_steps(step: int) -> Iterator[Any]:
-            head = _first(first, _limit_s(spec))
+            # Without a limit where they are maybe still prepared.
+            limit_s = None if spec.order.more else spec.config.cluster.collective_timeout_s
+            head = _first(first, limit_s)
             if head is None:
                 return iter(())
             if head.step != step:  # a checkpoint was committed or refused after the data started
@@ -89,11 +91,6 @@ def _name_in_logs(name: str) -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
-
-
-def _limit_s(spec: AnySpec) -> float | None:
-    """Return the seconds that the first rows may take; None: they are maybe still prepared."""
-    return None if spec.order.more else spec.config.cluster.collective_timeout_s
 
 
 def _first(rows: Future[Any], timeout_s: float | None) -> Any:

@@ -10,22 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rayapp.config import ConfigError, RunConfig, load
-from rayapp.jobs import JobError, SubmitOptions
+from rayapp.jobs import JobError, SubmitOptions, results
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.results import (
-    LiveSteps,
-    Result,
-    config_of,
-    dataframe_of,
-    own_config_of,
-    result_of,
-)
 from rayapp.jobs.submission import Again, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
@@ -50,7 +43,6 @@ POLL_S = 2.0
 SILENCE_S = 60.0  # `wait` takes a cluster that has not answered for this long to be gone
 QUIET_S = LEASE_RENEWED_S + 5.0  # age of a lease from which the cluster is asked too
 STOPPED_EARLY = "its job was stopped before it had saved. Resume it: it continues where it was"
-
 CURVES = ("loss", "eval_loss", "tokens_per_s", "images_per_s", "peak_gib", "grad_norm")  # of a page
 
 logger = logging.getLogger("rayapp.jobs")
@@ -82,10 +74,8 @@ def submit(
     """
     if isinstance(pip, str):
         raise ConfigError([f"pip={pip} is text: a list of them is expected. Set pip=[{pip!r}]"])
-    options = SubmitOptions(
-        working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
-        tags or {},
-    )  # fmt: skip
+    pip, env, secrets, tags = tuple(pip), env or {}, secrets or {}, tags or {}
+    options = SubmitOptions(working_dir, pip, env, secrets, driver_cpus, driver_memory_gib, tags)
     return Job.send(load(config, None, None, **sections), options, address, say)
 
 
@@ -98,8 +88,7 @@ class Job:
         """`submission_id` is of a job known to be the run's, even if its folder names none."""
         self.run: Storage = open_storage(run_url)
         self._remote = RemoteJob(self.run, address, submission_id)
-        self._sent: tuple[RunConfig, SubmitOptions] | None = None
-        """What this process has sent itself."""
+        self._sent: tuple[RunConfig, SubmitOptions] | None = None  # by this process
         self._followed = Follower(self.run, (*ACCOUNTED, *CURVES))
 
     @classmethod
@@ -162,10 +151,9 @@ class Job:
         return status, now, self._followed.steps
 
     def _now(self) -> Progress | None:
-        try:
+        with suppress(NoRun):
             return self.progress()
-        except NoRun:
-            return None
+        return None
 
     def _status(self, now: Progress | None) -> str:
         if now is not None and now.live and (now.quiet_s or 0.0) < QUIET_S:
@@ -205,7 +193,7 @@ class Job:
 
     def metrics(self) -> pandas.DataFrame:
         """Return metrics.jsonl as a DataFrame, one row per step; before the first, no row."""
-        return dataframe_of(self.run)
+        return results.dataframe_of(self.run)
 
     def logs(self, attempt: int | None = None, rank: int | None = None) -> str:
         """Return the driver's output, or of a kept attempt its log or one rank's error."""
@@ -271,7 +259,7 @@ class Job:
         if self._sent is not None:
             config, options = self._sent[0], replace(self._sent[1], **given)
         else:
-            config = own_config_of(self.run)
+            config = results.own_config_of(self.run)
             options = options_again(self.run, config, code, given)
         return Job.send(config, options, address or self._remote.address, say, check_live=False)
 
@@ -305,9 +293,9 @@ class Job:
         Raises:
             ConfigError: the run has not begun, or its config.yaml is not valid.
         """
-        return config_of(self.run)
+        return results.config_of(self.run)
 
-    def result(self) -> Result:
+    def result(self) -> results.Result:
         """Return the result of a run that has ended.
 
         Raises:
@@ -316,7 +304,7 @@ class Job:
         status = self.status()
         if status not in EXIT_CODES:
             raise JobError(f"run {self.name} is {status}: it has no result yet")
-        if (result := result_of(self.run)) is None:
+        if (result := results.result_of(self.run)) is None:
             raise JobError(f"run {self.name} is {status}: {self.reason()}")
         return result
 
@@ -340,10 +328,10 @@ class Job:
         """Return another handle of the run, for another thread."""
         return Job(self.run.url, self._remote.address, self._remote.known)
 
-    def steps(self, every_s: float = POLL_S) -> LiveSteps:
+    def steps(self, every_s: float = POLL_S) -> results.LiveSteps:
         """Return the lines of metrics.jsonl as they come, for `for` and `async for`."""
         job = self._again()
-        return LiveSteps(job.run, job.status, every_s)
+        return results.LiveSteps(job.run, job.status, every_s)
 
     def __await__(self) -> Generator[Any, None, str]:
         """`await job` waits until the run has ended and returns its status."""

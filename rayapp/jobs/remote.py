@@ -36,11 +36,7 @@ class RemoteJob:
         """Return the submission id of the run's last command; None if that was no Ray job."""
         started = [event for event in read_events(self.run) if event["event"] == STARTED]
         submission_id = started[-1].get("submission_id") if started else None
-        return (
-            submission_id
-            if isinstance(submission_id, str) and ID.fullmatch(submission_id)
-            else None
-        )
+        return submission_id if submission_id and ID.fullmatch(submission_id) else None
 
     def ids(self) -> list[str]:
         """Return the run's submission ids: the known one, the last sent, the last started."""

@@ -41,50 +41,29 @@ class Result(dict[str, Any]):
     and `path` are read from the run's folder when they are asked for.
     """
 
-    @property
-    def status(self) -> str:
-        """done, stopped or failed."""
-        return str(self["status"])
+    status: str
+    """done, stopped or failed."""
+    steps: int
+    """Optimizer steps done."""
+    loss: float | None
+    """Nats per token or image of the last step."""
+    eval_loss: float | None
+    """Nats per held-out token or image."""
+    tokens_per_s: float | None
+    """Input tokens per second of all workers."""
+    cost_usd: float | None
+    """Cost of the run's machines; None if a price is not known."""
+    model_path: str | None
+    """Folder or s3:// URL of the exported model."""
+    path: str | None
+    """The run's folder or s3:// URL."""
+    error: str | None
+    """Why the run failed."""
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps done."""
-        return int(self["steps"])
-
-    @property
-    def loss(self) -> float | None:
-        """Nats per token or image of the last step."""
-        return self.get("loss")
-
-    @property
-    def eval_loss(self) -> float | None:
-        """Nats per held-out token or image."""
-        return self.get("eval_loss")
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Input tokens per second of all workers."""
-        return self.get("tokens_per_s")
-
-    @property
-    def cost_usd(self) -> float | None:
-        """Cost of the run's machines; None if a price is not known."""
-        return self.get("cost_usd")
-
-    @property
-    def model_path(self) -> str | None:
-        """Folder or s3:// URL of the exported model."""
-        return self.get("model_path")
-
-    @property
-    def path(self) -> str | None:
-        """The run's folder or s3:// URL."""
-        return self.get("run")
-
-    @property
-    def error(self) -> str | None:
-        """Why the run failed."""
-        return self.get("reason")
+    def __getattr__(self, name: str) -> Any:
+        if name not in Result.__annotations__:
+            raise AttributeError(f"a result has no {name!r}", name=name, obj=self)
+        return self.get({"path": "run", "error": "reason"}.get(name, name))
 
     @property
     def metrics(self) -> MetricsLine | None:

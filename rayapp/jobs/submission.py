@@ -14,11 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypedDict
 
-from pydantic import TypeAdapter, ValidationError
-
 from rayapp.config import ConfigError, RunConfig
 from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
+from rayapp.observe import run_folder
 from rayapp.observe.run_folder import EVENTS, SUBMISSION, DamagedFile
 from rayapp.observe.status import NoRun, read
 from rayapp.observe.words import number_of_bytes
@@ -96,19 +95,12 @@ def sent(run: Storage) -> Note | None:
     Raises:
         DamagedFile: the note is not as `send` writes it.
     """
+    fix = f"Delete the file: status and logs then go by {EVENTS}"
     try:
-        data = run.read(SUBMISSION)
-    except (FileNotFoundError, StorageError):
+        note = run_folder.read(run, SUBMISSION, Note, fix)
+    except StorageError:
         return None
-    try:
-        note = TypeAdapter(Note).validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        why = f"{where}: {first['msg']}" if where else first["msg"]
-        fix = f"Delete the file: status and logs then go by {EVENTS}"
-        raise DamagedFile(f"{run.url}/{SUBMISSION}", why, fix) from None
-    if not ID.fullmatch(note.submission_id):
+    if note is not None and not ID.fullmatch(note.submission_id):
         raise DamagedFile(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
     return note
 

@@ -17,10 +17,10 @@ from rayapp.observe.figures import figures, lines_below, share_of_waiting
 from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
+from rayapp.observe.words import BARS
 from rayapp.report.chart import means
 from rayapp.storage import Storage
 
-BLOCKS = "▁▂▃▄▅▆▇█"
 COLUMNS = 60
 
 
@@ -96,4 +96,4 @@ def spark(values: list[float]) -> str:
         return ""
     low, high = min(values), max(values)
     scale = 7.0 / ((high - low) or 1.0)
-    return "".join(BLOCKS[round((value - low) * scale)] for value in values)
+    return "".join(BARS[round((value - low) * scale)] for value in values)

@@ -26,7 +26,7 @@ from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import LOGS
 from rayapp.observe.words import last_line
 from rayapp.storage import Storage, StorageError
-from rayapp.storage.local import LOCAL_REASONS
+from rayapp.storage.base import LOCAL_REASONS
 
 FAILURE, PREEMPTION, RESIZE, NO_ROOM = "failure", "preemption", "resize", "no room"
 AGAIN = "start again"  # the workers and the driver saw different checkpoints
@@ -238,8 +238,7 @@ def _body(text: str) -> str:
 
 def logged(run: Storage) -> list[int]:
     """Return the attempts whose logs are kept, in order."""
-    matches = (LOG.fullmatch(entry.name) for entry in run.list(LOGS))
-    return sorted(int(match[1]) for match in matches if match)
+    return sorted(_etags(run))
 
 
 def read_log(run: Storage, attempt: int | None = None, rank: int | None = None) -> str:

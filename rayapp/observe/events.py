@@ -73,9 +73,6 @@ class Journal:
         last = self._lines.steps.last
         return last["attempt"] if last else 0
 
-    def _kept_attempt(self, lines: int) -> int:
-        return int(self._lines.steps["attempt"][lines - 1]) if lines else 0
-
     @property
     def last(self) -> MetricsLine | None:
         """The last line of metrics.jsonl that was read; None if there was none."""
@@ -139,7 +136,9 @@ class Journal:
         self._lost_s += float(np.nansum(lost_s))
         steps = self._lines.steps
         if len(lost_s):  # the number of an attempt without lines is used again
-            self._followed = min(self._followed, self._kept_attempt(known - len(lost_s)))
+            kept = known - len(lost_s)
+            newest = int(steps["attempt"][kept - 1]) if kept else 0
+            self._followed = min(self._followed, newest)
         if self._attempt() > self._followed:
             first = int(np.argmax(steps["attempt"] > self._followed))
             self._followed = self._attempt()
@@ -195,12 +194,8 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
     The price is the config's, else the on-demand list price in AWS_REGION. Where
     `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
-    choices, names, prices, left = (
-        config.cluster.choices,
-        list[str](),
-        list[float | None](),
-        workers,
-    )
+    choices, left = config.cluster.choices, workers
+    names, prices = list[str](), list[float | None]()
     for choice, each in zip(choices, config.alternatives(), strict=False):
         one = named_instance(each)
         assert one is not None

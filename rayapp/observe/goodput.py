@@ -107,7 +107,7 @@ def account(events: Sequence[Event], steps: Columns, now: float | None = None) -
     `now` (Unix seconds) is given if the last command still runs. `steps` are the kept ones.
     """
     seconds = dict.fromkeys((*IDLE, "evaluation", "export"), 0.0)
-    for command, until in _with_ends(events, steps["time"], now):
+    for command, until in with_ends(events, steps["time"], now):
         for cause, value in _idle_s(command, until).items():
             seconds[cause] += value
     wall_s, cost_usd = spent(events, steps["time"], now)
@@ -128,14 +128,14 @@ def spent(events: Sequence[Event], times: Array, now: float | None) -> tuple[flo
     `times` are the Unix seconds of the kept steps.
     """
     wall_s, cost_usd = 0.0, 0.0
-    for command, until in _with_ends(events, times, now):
+    for command, until in with_ends(events, times, now):
         wall_s += until - command[0]["time"]
         price = _cost_usd(command, until)
         cost_usd = math.nan if price is None else cost_usd + price
     return wall_s, None if math.isnan(cost_usd) else cost_usd
 
 
-def _with_ends(
+def with_ends(
     events: Sequence[Event], times: Array, now: float | None
 ) -> list[tuple[list[Event], float]]:
     """Return each command's events and the Unix time at which it ended."""

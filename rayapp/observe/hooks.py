@@ -44,14 +44,6 @@ class Hook(Protocol):
         """Take the content of result.json, once, when the command ends."""
 
 
-class HookFactory(Protocol):
-    """What `run.hooks` names: a class or function."""
-
-    def __call__(self, config: RunConfig, run: str, /) -> object:
-        """Return a Hook for a run with this config in this folder or s3:// URL."""
-        ...
-
-
 METHODS = ("on_step", "on_checkpoint", "on_end")
 
 

@@ -17,17 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import (
-    Annotated,
-    Literal,
-    ParamSpec,
-    Required,
-    TypeAlias,
-    TypeVar,
-    cast,
-    get_args,
-    get_type_hints,
-)
+from typing import Annotated, Literal, Required, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -43,10 +33,7 @@ READINGS = 5  # of a file that is cut back each time; attempts of a run are minu
 NEEDED = ("step", "attempt", "time")  # fields that every line has
 
 logger = logging.getLogger("rayapp.observe.metrics")
-T = TypeVar("T")
-P = ParamSpec("P")
-
-# ---- A line -----------------------------------------------------------------------------------
+Reading = TypeVar("Reading", bound=Callable[..., object])
 
 Maybe: TypeAlias = Number | None
 ByName: TypeAlias = dict[str, Number | None] | None
@@ -184,8 +171,7 @@ def figures_of(line: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
     for field, value in line.items():
         inside: Mapping[str, object] = value if isinstance(value, Mapping) else {"": value}
         for key in inside:
-            number = figure(inside, key)
-            if number is not None:
+            if (number := figure(inside, key)) is not None:
                 yield field, key, number
 
 
@@ -226,8 +212,7 @@ def lines_of(
     """
     for number, text in enumerate(data.splitlines(keepends=True), before + 1):
         start += len(text)
-        line = parsed(text)
-        if line is not None:
+        if (line := parsed(text)) is not None:
             yield start, line
         elif text.endswith(b"\n"):  # after a power loss, or an edit
             logger.warning("%s/%s: line %d is not readable", storage.url, METRICS, number)
@@ -249,22 +234,18 @@ class Part:
     end: int
 
 
-def parts(storage: Storage) -> list[Part]:
-    """Return the files that make up metrics.jsonl, in order; [] if there are none."""
-    return in_order(storage, entries(storage))
-
-
 def entries(storage: Storage) -> list[Entry]:
     """Return the files beside metrics.jsonl that hold what follows it."""
     return [entry for entry in storage.list(METRICS_PARTS) if _start(entry.name) is not None]
 
 
-def in_order(storage: Storage, listed: list[Entry]) -> list[Part]:
-    """Return the parts that belong to the whole.
+def parts(storage: Storage, listed: list[Entry] | None = None) -> list[Part]:
+    """Return the files that make up metrics.jsonl, in order; [] if there are none.
 
-    `listed` are of before this asks for the size of metrics.jsonl, as `seal` writes it before it
-    deletes the other parts.
+    `listed` are the `entries`, if they are known: they are of before this asks for the size of
+    metrics.jsonl, as `seal` writes it before it deletes the other parts.
     """
+    listed = entries(storage) if listed is None else listed
     whole = storage.size(METRICS)
     found = [] if whole is None else [Part(METRICS, 0, whole)]
     for entry in listed:
@@ -303,21 +284,17 @@ def read_bytes(storage: Storage, start: int, end: int, listed: list[Part] | None
         return data
 
 
-def read_again(reading: Callable[P, T]) -> Callable[P, T]:
-    """Return a function that reads again where an attempt that begins cuts the file meanwhile.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
+def read_again(reading: Reading) -> Reading:
+    """Return a function that reads again where an attempt that begins cuts the file meanwhile."""
 
     @wraps(reading)
-    def uncut(*args: P.args, **named: P.kwargs) -> T:
+    def uncut(*args: object, **named: object) -> object:
         for _ in range(READINGS - 1):
             with suppress(CutBackError):
                 return reading(*args, **named)
         return reading(*args, **named)
 
-    return uncut
+    return cast(Reading, uncut)
 
 
 def blocks(
@@ -372,5 +349,4 @@ def read(storage: Storage) -> list[MetricsLine]:
 @read_again
 def last(storage: Storage) -> MetricsLine | None:
     """Return the last line of metrics.jsonl, if any; reads only the end of the file."""
-    lines = (parsed(text) for _, text in backwards(storage))
-    return next((line for line in lines if line is not None), None)
+    return next(filter(None, (parsed(text) for _, text in backwards(storage))), None)

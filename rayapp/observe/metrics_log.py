@@ -26,7 +26,6 @@ from rayapp.observe.metrics import (
     Part,
     backwards,
     entries,
-    in_order,
     parsed,
     parts,
 )
@@ -215,7 +214,7 @@ def part_name(start: int) -> str:
 def cut(storage: Storage, end: int) -> None:
     """Drop what comes after byte `end`; afterwards there is a metrics.jsonl, maybe an empty one."""
     listed = entries(storage)
-    part_of = {part.name: part for part in in_order(storage, listed)}
+    part_of = {part.name: part for part in parts(storage, listed)}
     # From the last to the first, so that a kill in between leaves a longer file and no gap.
     for entry in reversed(listed):
         part = part_of.get(entry.name)
@@ -246,7 +245,7 @@ def seal(storage: Storage) -> None:
     listed = entries(storage)
     if not listed:
         return
-    before = in_order(storage, listed)
+    before = parts(storage, listed)
     if [part.name for part in before] != [METRICS]:
         _copy(storage, before, METRICS)
     storage.delete_tree(METRICS_PARTS)

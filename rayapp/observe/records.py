@@ -346,19 +346,3 @@ class RunResult(Summary, total=False):
     profiles: list[str]
     """The files in profiles/."""
     versions: dict[str, str]
-
-
-# ---- LEASE ------------------------------------------------------------------------------------
-
-
-class Holder(TypedDict, total=False):
-    """The process that holds a run's lease."""
-
-    id: str
-    """Differs between holders, also of one process."""
-    host: str
-    pid: Count
-    process: str | None
-    """What distinguishes it from an earlier process with the same pid."""
-    machine: list[str]
-    renewed: int

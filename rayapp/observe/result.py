@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from importlib.metadata import version
 from typing import cast
 
 import numpy as np
@@ -112,7 +113,7 @@ def result_of(
         "wall_s": sums.wall_s,
         "cost_usd": sums.cost_usd,
         "storage": stored(run, steps, config.checkpoint.keep),
-        "versions": _versions(),
+        "versions": {name: version(name) for name in ("rayapp", "ray", "torch", "transformers")},
         **({"profiles": profiles} if profiles else {}),
     }
     return cast(RunResult, values)  # some names are made of the unit's
@@ -178,9 +179,3 @@ def _checkpoints(
         mtbf_s = config.cluster.mtbf_hours * 3600.0 / config.cluster.max_workers
         best_s = max(commit_s or 0.0, best_interval_s(stall_s, restart_s, mtbf_s))
     return {"stall_s": stall_s, "commit_s": commit_s, "best_every_s": best_s}
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("rayapp", "ray", "torch", "transformers")}

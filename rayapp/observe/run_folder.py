@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
@@ -89,6 +90,13 @@ class Exit(IntEnum):
     REFUSED = 2
     """The command line or the config is not valid; no training worker has been started."""
     STOPPED = 3
+
+
+def refused(error: ConfigError) -> Exit:
+    """Print a line for each problem of a command line or config; return the exit code."""
+    for problem in error.problems:
+        print(problem, file=sys.stderr)
+    return Exit.REFUSED
 
 
 EXIT_CODES = {

@@ -189,6 +189,7 @@ class MLflow:
 
     def __init__(self, run: Storage, config: RunConfig) -> None:
         from mlflow import MlflowClient
+        from mlflow.entities import Param
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -200,12 +201,16 @@ class MLflow:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             known = runs[0].data.params
-            self._last_sent = self._newest_step()
+            history = self._client.get_metric_history(self._id, STEP_S)
+            self._last_sent = max((point.step for point in history), default=0)
         else:
             tags = {f"{PROJECT}.run": run.url}
             made = self._client.create_run(experiment, run_name=config.run.name, tags=tags)
             self._id, known, self._last_sent = made.info.run_id, {}, 0
-        self._describe(config, known)
+        new = {name: value for name, value in settings(config).items() if name not in known}
+        params = [Param(name, str(value)[:MLFLOW_PARAM]) for name, value in new.items()]
+        for start in range(0, len(params), MLFLOW_PARAMS):  # they cannot change
+            self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send the new steps, as many per request as the API allows."""
@@ -234,22 +239,6 @@ class MLflow:
             self._client.set_tag(self._id, f"{PROJECT}.sample.{number}", value)
         ended = {DONE: "FINISHED", STOPPED: "KILLED"}.get(status, "FAILED")
         self._client.set_terminated(self._id, ended)
-
-    def _newest_step(self) -> int:
-        history = self._client.get_metric_history(self._id, STEP_S)
-        return max((point.step for point in history), default=0)
-
-    def _describe(self, config: RunConfig, known: dict[str, str]) -> None:
-        """Send the config fields that MLflow does not have yet; its parameters cannot change."""
-        from mlflow.entities import Param
-
-        params = [
-            Param(name, str(value)[:MLFLOW_PARAM])
-            for name, value in settings(config).items()
-            if name not in known
-        ]
-        for start in range(0, len(params), MLFLOW_PARAMS):
-            self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
 
 
 class Wandb:

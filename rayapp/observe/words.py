@@ -16,6 +16,7 @@ from typing import Literal
 from rayapp.observe.records import Estimate, TaskResult
 
 UNKNOWN = "n/a"
+BARS = "▁▂▃▄▅▆▇█"  # from low to high
 # Of a task of eval.tasks: the columns of its row, and those of an item with answers.
 TASK_HEAD = ("task", "items", "figure", "before", "after")
 TASK_SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]

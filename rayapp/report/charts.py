@@ -55,14 +55,17 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
     """
     charts: list[Chart] = []
     every, alone = groups(runs), len(runs) == 1
+    losses = " and ".join(sorted({run.own_loss for run in runs} - {""}))
+    # What the losses of all runs tell besides (see `metrics.own_figures`).
+    own = [n for n in runs[0].columns if n not in FIELDS and all(n in run.columns for run in runs)]
     for group in every:
         for chart in _of_losses(runs, group.places):
             id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
             charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
     charts += [
-        _own_loss(runs),
-        *(_overlaid(runs, f"figure-{name}", name, name) for name in _own_names(runs)),
+        _overlaid(runs, "own-loss", f"train.loss, {losses}", "own_loss"),
+        *(_overlaid(runs, f"figure-{name}", name, name) for name in own),
         *([_step_time(runs[0])] if alone else []),
         _throughput(runs),
         _memory(runs[0]) if alone else memory,
@@ -228,17 +231,6 @@ def _loss_note(run: ReportedRun) -> str:
     if skipped := int(np.nansum(run.columns["skipped"])):
         parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
     return " ".join(parts)
-
-
-def _own_names(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the figures that the losses of all runs tell besides (see `metrics.own_figures`)."""
-    return [n for n in runs[0].columns if n not in FIELDS and all(n in run.columns for run in runs)]
-
-
-def _own_loss(runs: Sequence[ReportedRun]) -> Chart:
-    """Return the chart of train.loss, which is empty if no run has one."""
-    names = {run.own_loss for run in runs} - {""}
-    return _overlaid(runs, "own-loss", f"train.loss, {' and '.join(sorted(names))}", "own_loss")
 
 
 def _throughput(runs: Sequence[ReportedRun]) -> Chart:

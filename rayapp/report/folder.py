@@ -19,7 +19,7 @@ from rayapp.data.report import Counts, DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
-from rayapp.observe.goodput import STARTED, Account, commands, read_events
+from rayapp.observe.goodput import STARTED, Account, read_events, with_ends
 from rayapp.observe.metrics import FIELDS, figure, last, own_figures
 from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections
 from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
@@ -105,20 +105,10 @@ class ReportedRun:
 
     @cached_property
     def pauses(self) -> list[tuple[float, float]]:
-        """Times between two commands, when nothing ran: (start, end) in Unix seconds.
-
-        A pause starts at a command's last sign of life: an event, a step, or `seen_until` of the
-        command that follows.
-        """
-        pauses = []
-        every, times = commands(self.events), self.columns["time"]
-        for command, following in pairwise(every):
-            start = following[0]["time"]
-            before = times[(times >= command[0]["time"]) & (times < start)]
-            seen = [event["time"] for event in command] + before[-1:].tolist()
-            until = following[0].get("seen_until") or 0.0
-            pauses.append((min(max([*seen, until]), start), start))
-        return pauses
+        """Times between two commands, when nothing ran: (start, end) in Unix seconds."""
+        ended = with_ends(self.events, self.columns["time"], None)
+        starts = ((until, after[0]["time"]) for (_, until), (after, _) in pairwise(ended))
+        return [(min(until, start), start) for until, start in starts]
 
     def active_s(self, times: Any) -> Array:
         """Return the seconds from the run's beginning to given Unix times, without the pauses.

@@ -18,10 +18,8 @@ from rayapp.observe.figures import label, text
 from rayapp.observe.goodput import ENDED, WORKERS
 from rayapp.observe.records import EventFields
 from rayapp.observe.run_folder import CONFIG
-from rayapp.observe.words import UNKNOWN
+from rayapp.observe.words import BARS, UNKNOWN
 from rayapp.report.folder import ReportedRun
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import errno
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, TypeAlias
@@ -227,3 +227,36 @@ def check_range(offset: int, length: int | None) -> None:
     """Raise ValueError for a range that no file can have."""
     if offset < 0 or (length is not None and length < 0):
         raise ValueError(f"offset={offset} and length={length} must not be negative")
+
+
+LOCAL_REASONS = {  # errno -> (why, what to do)
+    errno.ENOSPC: ("the disk is full", "Free some space or choose a folder on another disk"),
+    errno.EDQUOT: ("your disk quota is used up", "Free some space or choose another folder"),
+    errno.EACCES: ("permission denied", "Choose a folder you may write to or fix its mode"),
+    errno.EPERM: ("the system does not permit it", "Choose a folder you may write to"),
+    errno.EROFS: ("the file system is read-only", "Choose a folder on a writable disk"),
+    errno.ENOENT: ("its parent folder does not exist and cannot be created", "Correct the path"),
+    errno.ENOTDIR: ("a parent of it is a file, not a folder", "Correct the path"),
+    errno.EEXIST: ("a file stands where a folder is needed", "Correct the path"),
+    errno.EISDIR: ("it is no file, but a folder or a pipe", "Correct the path"),
+    errno.ELOOP: ("a symbolic link is in the way, and is not followed", "Name what it leads to"),
+}
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def explained(what: str, path: str, *through: type[OSError]) -> Iterator[None]:
+    """Raise errors of the system as StorageError, with what was done, the reason and a remedy.
+
+    Errors of the types `through` are raised as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, (StorageError, *through)):
+            raise
+        default = (str(error.strerror or error), "Check the disk or choose another folder")
+        explained = StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
+        explained.errno = error.errno
+        raise explained from error

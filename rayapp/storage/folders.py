@@ -30,7 +30,8 @@ def opened(top: str, prefix: str = "", refuse: bool = False) -> Iterator[int | N
         folder: int | None = None
         try:
             for part in (top, *filter(None, prefix.split("/"))):
-                if refuse and folder is not None and _is_link(os.lstat(part, dir_fd=folder)):
+                below_top = refuse and folder is not None
+                if below_top and stat.S_ISLNK(os.lstat(part, dir_fd=folder).st_mode):
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                 flags = FOLDER if folder is None else FOLDER | os.O_NOFOLLOW
                 folder = os.open(part, flags, dir_fd=folder)
@@ -53,10 +54,6 @@ def below(folder: int | None) -> Iterator[tuple[str, os.stat_result]]:
                 continue
             if not name.startswith(HIDDEN) and not stat.S_ISDIR(info.st_mode):
                 yield f"{path}/{name}"[2:], info
-
-
-def _is_link(info: os.stat_result) -> bool:
-    return stat.S_ISLNK(info.st_mode)
 
 
 def _unless_gone(error: OSError) -> None:

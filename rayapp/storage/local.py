@@ -23,6 +23,7 @@ from rayapp.storage.base import (
     changed,
     check_range,
     cut,
+    explained,
     valid,
 )
 from rayapp.storage.folders import below, opened
@@ -45,9 +46,9 @@ class LocalStorage(Storage):
         self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
     ) -> bytes:
         check_range(offset, length)
-        path = self._url(name)
+        path, absent = self._url(name), (FileNotFoundError, IsADirectoryError, NotADirectoryError)
         try:
-            with open(path, "rb", opener=_open_now) as file:
+            with explained("read", path, *absent), open(path, "rb", opener=_open_now) as file:
                 info = os.fstat(file.fileno())
                 if not stat.S_ISREG(info.st_mode):
                     why = "it is a pipe or a device, not a file"
@@ -56,12 +57,8 @@ class LocalStorage(Storage):
                     raise changed(path)
                 file.seek(offset)
                 return cut(path, file.read(-1 if length is None else length), length)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except absent:
             raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
-        except StorageError:
-            raise
-        except OSError as error:
-            raise _local_error("read", path, error) from error
 
     def open_write(self, name: str) -> AbstractContextManager[BinaryIO]:
         def publish(temporary: str, path: str) -> None:
@@ -334,37 +331,3 @@ def _locked(path: str, make: bool) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
-
-
-LOCAL_REASONS = {  # errno -> (why, what to do)
-    errno.ENOSPC: ("the disk is full", "Free some space or choose a folder on another disk"),
-    errno.EDQUOT: ("your disk quota is used up", "Free some space or choose another folder"),
-    errno.EACCES: ("permission denied", "Choose a folder you may write to or fix its mode"),
-    errno.EPERM: ("the system does not permit it", "Choose a folder you may write to"),
-    errno.EROFS: ("the file system is read-only", "Choose a folder on a writable disk"),
-    errno.ENOENT: ("its parent folder does not exist and cannot be created", "Correct the path"),
-    errno.ENOTDIR: ("a parent of it is a file, not a folder", "Correct the path"),
-    errno.EEXIST: ("a file stands where a folder is needed", "Correct the path"),
-    errno.EISDIR: ("it is no file, but a folder or a pipe", "Correct the path"),
-    errno.ELOOP: ("a symbolic link is in the way, and is not followed", "Name what it leads to"),
-}
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def _local_error(what: str, path: str, error: OSError) -> StorageError:
-    default = (str(error.strerror or error), "Check the disk or choose another folder")
-    explained = StorageError(what, path, *LOCAL_REASONS.get(error.errno or 0, default))
-    explained.errno = error.errno
-    return explained
-
-
-@contextmanager
-def explained(what: str, path: str) -> Iterator[None]:
-    """Raise errors of the system as StorageError, with what was done, the reason and a remedy."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise _local_error(what, path, error) from error

@@ -62,18 +62,20 @@ class S3Storage(Storage):
             if etag not in (None, answer["ETag"]):
                 raise changed(self._url(name))
             data = cast(bytes, answer["Body"].read())
-            if length is None:
-                self._check_whole(name, offset + len(data), answer, client)
+            most = None if length is None else offset + length
+            self._check_whole(name, offset + len(data), most, answer, client)
             return data
 
         data = self._call("read", name, get, {"InvalidRange": b""})  # begins at or past the end
         return cut(self._url(name), data, length)
 
-    def _check_whole(self, name: str, end: int, answer: Answer, client: Any) -> None:
-        """Raise ConnectionError if a read to the end stopped short, so that it is retried.
+    def _check_whole(
+        self, name: str, end: int, most: int | None, answer: Answer, client: Any
+    ) -> None:
+        """Raise ConnectionError if a read up to byte `most` stopped short, so that it is retried.
 
         `end` is compared with the object's size, unless botocore has verified a checksum. A proxy
-        may truncate an answer and adapt its headers.
+        may truncate an answer and adapt its headers. Without `most` the read was to the end.
         """
         if "ContentRange" in answer:
             size = int(answer["ContentRange"].rpartition("/")[2])
@@ -82,7 +84,7 @@ class S3Storage(Storage):
         else:
             info = head(self._key(name), client)
             size = info["ContentLength"] if info["ETag"] == answer["ETag"] else end
-        if size != end:
+        if end != (size if most is None else min(size, most)):
             raise ConnectionError(f"the answer ends at byte {end} of {size}")
 
     @contextmanager
@@ -168,9 +170,13 @@ class S3Storage(Storage):
     def _pages(self, prefix: str, **request: Any) -> Iterator[Answer]:
         """Yield the pages of a folder's listing; each is retried on its own."""
         folder = f"{self._folder_url(prefix)}/".split("/", 3)[3]
-        request |= {"Bucket": self._bucket, "Prefix": folder}
+        request |= {"Bucket": self._bucket, "Prefix": folder, "MaxKeys": page_keys}
+
+        def list_page(client: Any) -> Answer:
+            return proven(client.list_objects_v2(**request), "IsTruncated")
+
         while True:
-            page = self._call("list", prefix, partial(_page, {**request, "MaxKeys": page_keys}))
+            page = self._call("list", prefix, list_page)
             yield {"Contents": [], "CommonPrefixes": [], **page}
             if not page["IsTruncated"]:
                 return
@@ -187,10 +193,6 @@ class S3Storage(Storage):
         answers: dict[str, T] | None = None,
     ) -> T:
         return send(what, self._folder_url(name), request, answers)
-
-
-def _page(request: Answer, client: Any) -> Answer:
-    return proven(client.list_objects_v2(**request), "IsTruncated")
 
 
 def _object_entry(name: str, size: int, info: Answer) -> Entry:

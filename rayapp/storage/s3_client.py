@@ -16,8 +16,6 @@ from rayapp.storage.base import StorageError
 
 log = logging.getLogger("rayapp.storage")
 T = TypeVar("T")
-Settings: TypeAlias = dict[str, Any]  # arguments of botocore's Config
-Connect: TypeAlias = Callable[[Settings], Any]
 
 retry_s = 120.0  # seconds that a request is retried, from its first failure
 first_pause_s = 0.2  # seconds before the second try; doubled each time, up to 20
@@ -32,13 +30,12 @@ def send(
     answers: dict[str, T] | None = None,
     patient: bool = True,
     attempts: int | None = None,
-    connect: Connect | None = None,
 ) -> T:
     """Send a request, which must be safe to repeat, until it succeeds.
 
     `answers` maps expected S3 error codes to the values to return for them. `attempts` is how often
     botocore tries within one of ours. Without `patient` only botocore retries, once, with short
-    timeouts. `connect` makes what `request` is called with: boto3's client, or s3fs's file system.
+    timeouts.
     Raises: FileNotFoundError; StorageError at once, or after retry_s of transient failures.
     """
     from botocore.exceptions import BotoCoreError, ClientError
@@ -50,7 +47,7 @@ def send(
     failed_at = None
     for attempt in itertools.count(1):
         try:
-            client = _made(connect or boto3_client, patient, attempts or s3_attempts)
+            client = _made(patient, attempts or s3_attempts)
         except (BotoCoreError, ValueError) as error:  # ValueError: a malformed endpoint
             raise StorageError(what, url, *_s3_reason(error, bucket)) from error
         try:
@@ -83,20 +80,25 @@ _clients: dict[object, Any] = {}
 _clients_lock = threading.Lock()
 
 
-def _made(connect: Connect, patient: bool, attempts: int) -> Any:
-    """Return what `connect` made in this process for the current AWS_ variables.
+def _made(patient: bool, attempts: int) -> Any:
+    """Return the client of boto3 that was made in this process for the current AWS_ variables.
 
     A client must not cross a fork, hence the process id in the key.
     """
+    import boto3
+    from botocore.config import Config
+
     environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
-    key = (os.getpid(), connect, patient, attempts, probe_timeout_s, environment)
+    key = (os.getpid(), patient, attempts, probe_timeout_s, environment)
     with _clients_lock:
         if key not in _clients:
-            _clients[key] = connect(settings_of(patient, attempts))
+            config = Config(**settings_of(patient, attempts))
+            _clients[key] = boto3.Session().client("s3", config=config)
+            _clients[key].meta.events.register_first("needs-retry.s3", _log_failure)
         return _clients[key]
 
 
-def settings_of(patient: bool, attempts: int = s3_attempts) -> Settings:
+def settings_of(patient: bool, attempts: int = s3_attempts) -> dict[str, Any]:
     """Return the arguments of botocore's Config."""
     adaptive = {"mode": "adaptive", "total_max_attempts": attempts}
     quick = {"mode": "standard", "total_max_attempts": 2}
@@ -107,33 +109,6 @@ def settings_of(patient: bool, attempts: int = s3_attempts) -> Settings:
         "max_pool_connections": 32,
         "tcp_keepalive": True,
     }
-
-
-def boto3_client(settings: Settings) -> Any:
-    """Make a client of boto3."""
-    import boto3
-    from botocore.config import Config
-
-    client = boto3.Session().client("s3", config=Config(**settings))
-    client.meta.events.register_first("needs-retry.s3", _log_failure)
-    return client
-
-
-def file_system(settings: Settings) -> Any:
-    """Make a file system of s3fs that keeps no listings and repeats no request by itself."""
-    from s3fs import S3FileSystem
-
-    files = S3FileSystem(
-        config_kwargs=settings,
-        use_listings_cache=False,
-        local_expiry_check=True,  # compares ETags here: not every store knows If-Match of a GET
-        skip_instance_cache=True,
-    )
-    files.retries = 1
-    files.connect()
-    files.s3.meta.events.register_first("needs-retry.s3", _log_failure)
-    files.s3.meta.events.register("after-call.s3", _prove)
-    return files
 
 
 def _forget(client: Any) -> None:
@@ -155,13 +130,6 @@ def proven(answer: Answer, field: str = "ETag") -> Answer:
     if not answer.get(field) and answer.get(field) is not False:
         raise ConnectionError(f"the answer has no {field}, so it is not S3's")
     return answer
-
-
-def _prove(http_response: Any, parsed: Answer, model: Any, **_: Any) -> None:
-    """Check an answer that s3fs has got with `proven`."""
-    field = {"ListObjectsV2": "IsTruncated", "HeadObject": "ETag", "GetObject": "ETag"}
-    if http_response.status_code < 300 and model.name in field:
-        proven(parsed, field[model.name])
 
 
 def place_of(url: str) -> dict[str, str]:

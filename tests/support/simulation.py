@@ -25,12 +25,11 @@ from scheduler import Killed, Process, Scheduler, SimulatedClock
 from rayapp.config import Config, from_dict
 from rayapp.driver import lease as leases
 from rayapp.driver.checks import check_resumable
-from rayapp.driver.lease import held
+from rayapp.driver.lease import Holder, held
 from rayapp.driver.stop import Stop, StopAsked
 from rayapp.driver.supervise import Command, fit
 from rayapp.observe.clock import Call
 from rayapp.observe.events import Journal
-from rayapp.observe.records import Holder
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import CHECKPOINTS, METRICS, RESULT, STOP
 from rayapp.order import Order

@@ -33,7 +33,7 @@ from rayapp.cluster.preflight.network import busbw_mark, link_mark
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.jobs import secrets
 from rayapp.observe.plain import Console
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import Exit, refused
 from rayapp.storage import StorageError, open_storage
 
 MODULE = "rayapp.cluster.preflight"
@@ -51,9 +51,7 @@ def main(argv: list[str]) -> int:
         secrets.load()
         return check(config, asked["json"] == "true", *numbers)
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return Exit.REFUSED
+        return refused(error)
     except secrets.SecretError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED

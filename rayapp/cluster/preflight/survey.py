@@ -201,21 +201,19 @@ def _work(
                 ranks.append(Rank(len(ranks), node.id, speed))
                 group.append(worker)
         if shape is not None:
-            ranks = _with_kernels(places, ranks, group, shape, timeout_s, silences)
+            nodes = {node.id: node for node in places}
+            firsts = {rank.node: rank.rank for rank in reversed(ranks)}  # the first of each node
+            looks = [(nodes[i], group[n].missing_kernels.remote(shape)) for i, n in firsts.items()]
+            found = _answers(looks, "looking for kernels", timeout_s, silences)
+            missing = dict(zip(firsts.values(), found, strict=True))
+            ranks = [replace(one, missing_kernels=missing.get(one.rank) or ()) for one in ranks]
         if len(group) < 2:
             return ranks, None, []
         lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
         plan = rounds(list(lanes.values()))
-        measured = _together(
-            ranks,
-            group,
-            [
-                one.together.remote(first, n, len(group), timeout_s, plan)
-                for n, one in enumerate(group)
-            ],
-            timeout_s,
-            silences,
-        )
+        size = len(group)
+        refs = [one.together.remote(first, n, size, timeout_s, plan) for n, one in enumerate(group)]
+        measured = _together(ranks, group, refs, timeout_s, silences)
     finally:
         for worker in workers:
             ray.kill(worker)
@@ -231,23 +229,6 @@ def _work(
         for rank, one in zip(ranks, measured, strict=True)
     ]
     return ranks, measured[0].all_reduce, links
-
-
-def _with_kernels(
-    places: Sequence[NodeReport],
-    ranks: list[Rank],
-    group: Sequence[Any],
-    shape: Any,
-    timeout_s: float,
-    silences: list[Silence],
-) -> list[Rank]:
-    """Return the ranks; the first one of each node with the kernels that the node lacks."""
-    nodes = {node.id: node for node in places}
-    firsts = {rank.node: rank.rank for rank in reversed(ranks)}
-    asked = [(nodes[id], group[n].missing_kernels.remote(shape)) for id, n in firsts.items()]
-    found = _answers(asked, "looking for kernels", timeout_s, silences)
-    missing = dict(zip(firsts.values(), found, strict=True))
-    return [replace(rank, missing_kernels=missing.get(rank.rank) or ()) for rank in ranks]
 
 
 def _together(

@@ -14,11 +14,13 @@ Exit codes: 0 all steps pass, 1 one does not, 2 not possible as asked.
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -28,12 +30,23 @@ import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
 from rayapp.cluster.options import Options, bucket, image_tag, option_problems
-from rayapp.cluster.prove.account import AwsAccount
-from rayapp.cluster.prove.trials import DISTURBED, FAIL, PASS, WORKERS, Proof, Step, prove
+from rayapp.cluster.prove.account import AwsAccount, Failed
+from rayapp.cluster.prove.trials import (
+    DISTURBED,
+    FAIL,
+    PASS,
+    TRIALS,
+    WAY_DOWN,
+    WORKERS,
+    Proof,
+    Step,
+)
 from rayapp.cluster.sizes import fixed_usd_per_hour
 from rayapp.config import ConfigError, arguments, load
 from rayapp.hardware import PRICE_DATE, instance
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import Exit, refused
+
+logger = logging.getLogger(__name__)
 
 HOMES = {"ecs": "ecs", "eks": "kuberay"}
 MAX_HOURS = 2.0  # after which no step goes on, and the cluster goes down
@@ -72,9 +85,7 @@ def main(argv: list[str]) -> int:
     try:
         return _main(argv[0], argv[1:])
     except ConfigError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        return Exit.REFUSED
+        return refused(error)
 
 
 def _main(home: str, argv: list[str]) -> int:
@@ -160,6 +171,33 @@ def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: f
     path.write_text(masked(text), encoding="utf-8")
     print(f"\n{text}\nwritten to {path}: send it to the maintainers")
     return Exit.DONE if result_of(steps) == PASS else Exit.FAILED
+
+
+def prove(proof: Proof) -> list[Step]:
+    """Do all steps; the cluster goes down whatever becomes of those before."""
+    steps = [Step(name) for name in (*TRIALS, *WAY_DOWN)]
+    for step, trial in zip(steps, TRIALS.values(), strict=False):
+        if not _passes(proof, step, trial):
+            break
+    for step, trial in zip(steps[len(TRIALS) :], WAY_DOWN.values(), strict=True):
+        _passes(proof, step, trial)
+    return steps
+
+
+def _passes(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:
+    """Do a step and note its result. Whatever goes wrong is noted, as the cluster must go down."""
+    print(f"{step.name} ...", flush=True)
+    began = time.monotonic()
+    try:
+        step.seen, step.result = trial(proof), PASS
+    except Failed as error:
+        step.seen, step.result = f"{error}", FAIL
+    except (Exception, KeyboardInterrupt) as error:
+        logger.exception("%s", step.name)
+        step.seen, step.result = f"{type(error).__name__}: {error}", FAIL
+    step.seconds = time.monotonic() - began
+    print(f"{step.result} after {step.seconds:.0f} s: {step.seen}", flush=True)
+    return step.result == PASS
 
 
 def result_of(steps: list[Step]) -> str:

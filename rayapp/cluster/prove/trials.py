@@ -8,7 +8,6 @@ that neither depends on how fast the machines are.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import signal
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,6 @@ from rayapp.observe.goodput import interruptions, read_events
 from rayapp.observe.records import Interruption
 from rayapp.observe.run_folder import DONE, EXIT_CODES, RESULT, STOPPED
 from rayapp.storage import Storage, open_storage
-
-logger = logging.getLogger(__name__)
 
 DISTURBED, UNDISTURBED = "prove-disturbed", "prove-undisturbed"
 WORKERS = 3  # so that two are left after the first fault
@@ -160,15 +157,13 @@ class Proof:
         until, folder = time.monotonic() + self.left_s(limit_s), self.run(name)
         while True:
             seen = "it has not begun"
-            try:
+            with suppress(status.NoRun):
                 now = status.read(folder)
                 if true(now):
                     return
                 seen = f"it is {now.status} at step {now.step}"
                 if now.status in EXIT_CODES:
                     raise Failed(f"run {name}: {seen}. {now.reason or ''}")
-            except status.NoRun:
-                pass
             if time.monotonic() > until:
                 raise Failed(f"run {name}: {seen}, and time is over")
             time.sleep(RUN_POLL_S)
@@ -329,30 +324,3 @@ WAY_DOWN: dict[str, Callable[[Proof], str]] = {
     "cluster, results and images are destroyed": go_down,
     "nothing is left": look_for_left,
 }
-
-
-def prove(proof: Proof) -> list[Step]:
-    """Do all steps; the cluster goes down whatever becomes of those before."""
-    steps = [Step(name) for name in (*TRIALS, *WAY_DOWN)]
-    for step, trial in zip(steps, TRIALS.values(), strict=False):
-        if not _passes(proof, step, trial):
-            break
-    for step, trial in zip(steps[len(TRIALS) :], WAY_DOWN.values(), strict=True):
-        _passes(proof, step, trial)
-    return steps
-
-
-def _passes(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:
-    """Do a step and note its result. Whatever goes wrong is noted, as the cluster must go down."""
-    print(f"{step.name} ...", flush=True)
-    began = time.monotonic()
-    try:
-        step.seen, step.result = trial(proof), PASS
-    except Failed as error:
-        step.seen, step.result = f"{error}", FAIL
-    except (Exception, KeyboardInterrupt) as error:
-        logger.exception("%s", step.name)
-        step.seen, step.result = f"{type(error).__name__}: {error}", FAIL
-    step.seconds = time.monotonic() - began
-    print(f"{step.result} after {step.seconds:.0f} s: {step.seen}", flush=True)
-    return step.result == PASS
