@@ -26,6 +26,7 @@ ROWS = (
     ("no_shard", 8, 4, False),
     ("full_shard", 1, 4, True),
     ("full_shard", 8, 4, True),
+    ("no_shard", 8, 4, True),
 )
 HEAD = (
     "| strategy | ranks | micro-batches | LoRA | all-gathers | reduce-scatters | all-reduces | "
