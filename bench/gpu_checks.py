@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from rayapp import model
 from rayapp.config import Config, load
 from rayapp.data.tokens import byte_tokenizer
-from rayapp.finetune.micro_batch import after_failure, out_of_memory
+from rayapp.finetune.auto import after_failure, out_of_memory
 from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.hardware import GIB
 from rayapp.order import Order
@@ -281,7 +281,7 @@ def a_micro_batch_too_large(device: torch.device) -> Answer:
     if error is None:
         return False, f"{MANY_ROWS} rows have fitted"
     with a_spec(config, 1) as spec:
-        smaller = after_failure(replace(spec, auto_micro_batch=True), error)
+        smaller = after_failure(replace(spec, auto=("micro_batch",)), error)
     halved = None if smaller is None else smaller.config.micro_batch
     known = out_of_memory(error)
     return known and halved == MANY_ROWS // 2, f"{type(error).__name__}: {MANY_ROWS} -> {halved}"

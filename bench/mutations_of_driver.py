@@ -161,8 +161,15 @@ DRIVER = (
     Mutation(
         "stuck-start-cannot-be-stopped",
         SUPERVISE,
-        "                attempt.end()\n                poll.asked_at = now\n",
-        "                poll.asked_at = now\n",
+        "            if poll.unanswered:\n                attempt.end()\n",
+        "            if poll.unanswered:\n",
+        OF_SUPERVISE,
+    ),
+    Mutation(
+        "a-step-that-nobody-has-read-yet-is-cut-off",
+        SUPERVISE,
+        "            self.unanswered = began - self.asked_at >= ANSWER_S\n",
+        "            self.unanswered = True\n",
         OF_SUPERVISE,
     ),
     Mutation(

@@ -14,17 +14,24 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.cluster.preflight.job import preflight
-    from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
-    from rayapp.generation import generate
-    from rayapp.jobs import JobError
-    from rayapp.jobs.find import job, runs
-    from rayapp.jobs.handle import Job, submit
-    from rayapp.jobs.results import Result
-    from rayapp.observe.hooks import Hook
-    from rayapp.observe.status import NoRun, Progress
-    from rayapp.planner import Answer
-    from rayapp.train.planning import plan
+    from rayapp.cluster.preflight.job import preflight as preflight
+    from rayapp.config import Config as Config
+    from rayapp.config import ConfigError as ConfigError
+    from rayapp.config import RunConfig as RunConfig
+    from rayapp.config import VisionConfig as VisionConfig
+    from rayapp.config import load as load
+    from rayapp.generation import generate as generate
+    from rayapp.jobs import JobError as JobError
+    from rayapp.jobs.find import job as job
+    from rayapp.jobs.find import runs as runs
+    from rayapp.jobs.handle import Job as Job
+    from rayapp.jobs.handle import submit as submit
+    from rayapp.jobs.results import Result as Result
+    from rayapp.observe.hooks import Hook as Hook
+    from rayapp.observe.status import NoRun as NoRun
+    from rayapp.observe.status import Progress as Progress
+    from rayapp.planner import Answer as Answer
+    from rayapp.train.planning import plan as plan
 
 # Lines of libraries that no user can act on: transformers imports torchao where it is installed,
 # which warns of kernels that need a GPU; botocore tells where it has found credentials.
@@ -33,45 +40,23 @@ for _name in ("torchao", "torch.utils._pytree", "bitsandbytes", "botocore", "aio
         _logger.setLevel(logging.WARNING if "botocore" in _name else logging.ERROR)
 
 _HOMES = {
-    "Answer": "rayapp.planner",
-    "Config": "rayapp.config",
-    "ConfigError": "rayapp.config",
-    "Hook": "rayapp.observe.hooks",
-    "Job": "rayapp.jobs.handle",
-    "JobError": "rayapp.jobs",
-    "NoRun": "rayapp.observe.status",
-    "Progress": "rayapp.observe.status",
-    "Result": "rayapp.jobs.results",
-    "RunConfig": "rayapp.config",
-    "VisionConfig": "rayapp.config",
-    "generate": "rayapp.generation",
-    "job": "rayapp.jobs.find",
-    "load": "rayapp.config",
-    "plan": "rayapp.train.planning",
-    "preflight": "rayapp.cluster.preflight.job",
-    "runs": "rayapp.jobs.find",
-    "submit": "rayapp.jobs.handle",
+    name: module
+    for module, names in {
+        "rayapp.cluster.preflight.job": "preflight",
+        "rayapp.config": "Config ConfigError RunConfig VisionConfig load",
+        "rayapp.generation": "generate",
+        "rayapp.jobs": "JobError",
+        "rayapp.jobs.find": "job runs",
+        "rayapp.jobs.handle": "Job submit",
+        "rayapp.jobs.results": "Result",
+        "rayapp.observe.hooks": "Hook",
+        "rayapp.observe.status": "NoRun Progress",
+        "rayapp.planner": "Answer",
+        "rayapp.train.planning": "plan",
+    }.items()
+    for name in names.split()
 }
-__all__ = [
-    "Answer",
-    "Config",
-    "ConfigError",
-    "Hook",
-    "Job",
-    "JobError",
-    "NoRun",
-    "Progress",
-    "Result",
-    "RunConfig",
-    "VisionConfig",
-    "generate",
-    "job",
-    "load",
-    "plan",
-    "preflight",
-    "runs",
-    "submit",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -45,7 +45,7 @@ from importlib.metadata import version
 
 from rayapp.cli import COMMANDS
 from rayapp.config import ConfigError
-from rayapp.observe.plain import plain_output
+from rayapp.observe.plain import NO_BARS, plain_output
 from rayapp.observe.run_folder import Exit
 
 
@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"command={argv[0]} is unknown: there is no such command. {hint}", file=sys.stderr)
         return Exit.REFUSED
     module, _, function = COMMANDS[argv[0]].rpartition(".")
+    if argv[0] != "publish":  # its upload has a bar
+        os.environ.setdefault(NO_BARS, "1")
     command = getattr(importlib.import_module(f"rayapp.{module}"), function)
     try:
         return int(command(argv[1:]))

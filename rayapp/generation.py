@@ -23,7 +23,6 @@ from rayapp.config import ConfigError
 from rayapp.data.kinds import takes_template
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe import status
-from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import CONFIG, MODEL
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.inputs import local_copy
@@ -199,8 +198,8 @@ def load(run: str) -> Loaded:
     storage = exported(run)
     folder = storage / MODEL
     adapter = folder.exists(ADAPTER)
-    task: object = _config(storage).get("task")
-    if task == "vision":
+    config: Any = status.read_sections(storage) or {}
+    if config.get("task") == "vision":
         why = "it trains an image classifier, which writes no text"
         raise ConfigError([f"RUN={run} is no language model: {why}. Give a run of rayapp finetune"])
     import torch
@@ -217,7 +216,7 @@ def load(run: str) -> Loaded:
                 path, dtype="auto", trust_remote_code=False
             )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        kind = str(_config(storage).get("data", {}).get("kind"))
+        kind = str(config.get("data", {}).get("kind"))
         chats = bool(tokenizer.chat_template) and takes_template(kind)
         system = status.read_plan(storage).get("system", "")
         return Loaded(model.to(device).eval(), tokenizer, chats, stack.pop_all(), system)
@@ -252,7 +251,7 @@ def _why_none(run: str, storage: Storage) -> str:
             f"RUN={run} is without a model: it is {now.status}, at step {now.step}{of}, and "
             "exports at the end. Wait for it"
         )
-    config = _config(storage)
+    config = status.read_sections(storage) or {}
     if config.get("checkpoint", {}).get("export") is False:
         return (
             f"RUN={run} is without a model: checkpoint.export was false. Run the config again with "
@@ -350,8 +349,3 @@ def _stream(
         thread.join()
     if failed:
         raise failed[0]
-
-
-def _config(storage: Storage) -> Sections:
-    """Return a run's config as plain values, unchecked, as older ones are read too; {} if none."""
-    return status.read_sections(storage) or {}

@@ -69,6 +69,11 @@ def test_libraries_print_nothing_that_no_user_can_act_on() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    bars = "import transformers.utils.logging as logging; print(logging.is_progress_bar_enabled())"
+    for words, shown in ((["presets"], "False"), (["publish"], "True")):
+        code = f"from rayapp.__main__ import main; main({words}); {bars}"
+        out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+        assert out.splitlines()[-1] == shown, words
 
 
 def test_json_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +108,7 @@ def test_overrides_and_options(capsys: pytest.CaptureFixture[str]) -> None:
 def test_each_choice_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
     choices = "[g5.12xlarge,p4de.24xlarge:spot@9.5,p5.48xlarge]"
     argv = ["plan", C4, f"--cluster.instance={choices}", "--cluster.workers=8"]
-    assert main([*argv, "--json"]) == Exit.DONE
+    assert main([*argv, "--json"]) == Exit.FAILED  # a run must fit on each
     found = json.loads(capsys.readouterr().out)
     assert [*found["choices"]] == ["g5.12xlarge", "p4de.24xlarge:spot@9.5", "p5.48xlarge"]
     g5, p4de, p5 = found["choices"].values()
@@ -111,7 +116,7 @@ def test_each_choice_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
     assert p4de["cost_usd"]["value"] == pytest.approx(9.5 * p4de["hours"]["value"], rel=1e-5)
     assert p5["hours"]["value"] < p4de["hours"]["value"]
     assert found["cost_usd"] == p4de["cost_usd"]  # the first that fits
-    assert main(argv) == Exit.DONE
+    assert main([*argv, "--cluster.ignore_plan=true"]) == Exit.DONE
     out = capsys.readouterr().out
     assert out.index("in order of preference") < out.index("fits on 1 x p4de.24xlarge, 8 workers")
     assert " 9.5 " in out and " no " in out
@@ -259,6 +264,10 @@ def test_the_runs_here_are_listed_without_a_word(
     assert [each["status"] for each in json.loads(capsys.readouterr().out)] == ["done"]
     assert main(["status", "first"]) == Exit.DONE
     assert "first" in capsys.readouterr().out
+    (tmp_path / "runs" / "notes").mkdir()
+    monkeypatch.setattr(client.JobsClient, "at", None)  # no cluster is asked
+    assert main(["status", "frist"]) == Exit.REFUSED
+    assert f"run=frist is unknown: {tmp_path}/runs has first. Set" in capsys.readouterr().err
 
 
 def test_a_folder_without_runs_says_so(
@@ -275,6 +284,9 @@ def test_a_folder_without_runs_says_so(
     assert capsys.readouterr().out == here
     assert main(["list", "--json"]) == Exit.DONE
     assert json.loads(capsys.readouterr().out) == []
+    assert main(["status", "demo"]) == Exit.REFUSED
+    told = f"run=demo is unknown: there is no folder runs here, and no cluster at {nobody}. Set"
+    assert told in capsys.readouterr().err
     (tmp_path / "runs").mkdir()
     (tmp_path / "proj").mkdir()
     (tmp_path / "proj" / "config.yaml").write_text("theme: jekyll")

@@ -120,7 +120,7 @@ def test_a_mixture_needs_the_rows_of_each_source(storage: tuple[Path, list[Prepa
     parts = {"a": made[0], "b": made[3]}
     both = mixed(open_storage(str(root / ".prepared")), parts, {"a": 1.0, "b": 1.0})
     order = Order.for_mixture(both.sizes, both.weights, 4, 1, 0, 2)
-    config = load_config(None, {}, Config)
+    config = load_config(None, {"train.micro_batch": "4"}, Config)
     ready: Any = SimpleNamespace(config=config, model=resolve(config.model.path))
     plan = plan_of(ready, both, order, 1, "tokenizer", 8)
     write_run(root, "stopped", "stopped", dict(plan))

@@ -60,7 +60,7 @@ from rayapp.observe.metrics import columns_of, line_of
 ray.init(address=sys.argv[1], log_to_driver=False)
 told = Steps("driven", rank=0)
 planned = Gauge("rayapp_planned_step_s", "", ("run",))  # the run beside it has no plan: a CPU
-several = ("loss_by_source", "tokens_by_source", "eval_loss_by_source", "eval_metrics")
+several = ("loss_by_source", "tokens_by_source", "eval_loss_by_source", "eval_metrics", "rank_s")
 numbers = {name: {"a": 2} if name in several else 0.5 for name in columns_of(TOKENS)}
 step = 0
 while True:

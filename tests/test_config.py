@@ -38,9 +38,10 @@ SURFACE = {
     "model": "path adapter init_from from_scratch tokenizer new_tokens attention lora overrides",
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
-    "train": "tokens_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps schedule_from weight_decay freeze lr_by_name betas z_loss label_smoothing"
-    " router_loss on_spike spike_sigmas grad_clip precision compile loss loss_chunk loss_kernel",
+    "train": "max_steps epochs schedule decay warmup_steps schedule_from on_spike spike_sigmas"
+    " profile_steps tokens_per_step micro_batch optimizer lr min_lr weight_decay freeze lr_by_name"
+    " betas z_loss label_smoothing router_loss grad_clip precision compile loss loss_chunk"
+    " loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
     "checkpoint": "every_steps every_s keep asynchronous export",
     "eval": "every_steps checkpoints prompts tasks metrics",
@@ -76,8 +77,8 @@ def test_defaults_are_legal() -> None:
     config = load()
     assert config == Config() == from_dict({})
     assert combined_problems(config) == []
-    assert (config.rows_per_step, config.micro_batches_per_step) == (32, 4)
-    assert (config.cluster.min_workers, config.cluster.max_workers) == (2, 2)
+    assert (config.rows_per_step, config.train.micro_batch) == (32, None)
+    assert (config.cluster.min_workers, config.cluster.max_workers) == (1, 1)
 
 
 def test_a_micro_batch_is_a_number_or_auto() -> None:
@@ -163,6 +164,22 @@ def test_a_section_may_be_overridden_at_once() -> None:
     assert load(None, {"train": "{lr: 1e-2, max_steps: 3}"}, Config).train.lr == 1e-2
     lora = {"model": {"lora": "none"}}
     assert from_dict(lora, kind=Config).model.lora is None
+
+
+@pytest.mark.parametrize("form", ["path", "Path", "mapping", "config"])
+def test_sections_given_in_python_change_some_of_their_fields(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("train: {max_steps: 5, lr: 1e-2}\ndata: {mixture: {a: 1, b: 2}}\n")
+    sections = {"train": {"max_steps": 5, "lr": 1e-2}, "data": {"mixture": {"a": 1, "b": 2}}}
+    forms = {"path": str(path), "Path": path, "mapping": sections, "config": from_dict(sections)}
+    for changed in (
+        load(forms[form], train={"lr": 1e-3}, data={"mixture": {"c": 1}}, model={"lora": {}}),
+        load(forms[form], {"train": {"lr": 1e-3}, "data": {"mixture": {"c": 1}}, "model.lora": {}}),
+    ):
+        assert isinstance(changed, Config)
+        assert (changed.train.lr, changed.train.max_steps) == (1e-3, 5)
+        assert changed.data.mixture == {"c": 1} and changed.model.lora is not None
+    assert sections["train"] == {"max_steps": 5, "lr": 1e-2}
 
 
 def test_yaml_is_read_as_version_1_2() -> None:
@@ -253,6 +270,17 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("run.storage", "", "run.storage= is not valid: string should have at least 1 character"),
         ("cluster.workers", "two", "cluster.workers=two is not valid: it must be N or MIN:MAX."),
         ("cluster.workers", "0:2", "cluster.workers=0:2 is not a range: it must be N or MIN:MAX"),
+        (
+            "train.profile_steps",
+            "23:20",
+            "train.profile_steps=23:20 is not possible: it must be FIRST:",
+        ),
+        (
+            "train.profile_steps",
+            "1:22",
+            "train.profile_steps=1:22 is not possible: it must be FIRST:END",
+        ),
+        ("train.profile_steps", "0:3", "train.profile_steps=0:3 is not valid: it must be FIRST"),
         ("cluster.resources", "{CPU: x}", "cluster.resources.CPU=x is not valid: it must be a num"),
         ("model.overrides", "{a: ", "model.overrides={a: is not valid: it must be a mapping such"),
         ("train", "fast", "train=fast is not valid: it must be a mapping of fields. Set train."),
@@ -439,6 +467,12 @@ def test_differences_name_what_makes_it_another_run() -> None:
         },
     )
     assert differences(old, same) == [] and differences(old, old) == []
+    packages = (f"/tmp/ray/session/working_dir_files/_ray_pkg_{digest}/" for digest in ("0f", "1e"))
+    first, second = (
+        load(data={"mixture": {f"{folder}a.txt": 1, "b": 1}}, train={"max_steps": 9})
+        for folder in packages
+    )
+    assert differences(first, second) == []
     other = load(
         None,
         {
@@ -477,7 +511,7 @@ def test_every_other_field_makes_a_difference() -> None:
             "data.workers",
             "train.micro_batch",
         )
-        others += ("train.on_spike", "train.spike_sigmas")
+        others += ("train.on_spike", "train.spike_sigmas", "train.profile_steps")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field
 

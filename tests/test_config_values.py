@@ -38,7 +38,10 @@ KINDS = (Config, VisionConfig)
 MACHINES = ("p5.48xlarge", "p4d.24xlarge", "p3.8xlarge", "m7i.4xlarge", "none")
 # What goes along with a value, so that it is legal.
 WITH: dict[tuple[str, str], dict[str, str]] = {
-    ("data.seq_len", "1048576"): {"train.tokens_per_step": "8388608"},
+    ("data.seq_len", "1048576"): {
+        "train.tokens_per_step": "8388608",
+        "model.overrides": "{max_position_embeddings: 1048576}",
+    },
     ("train.tokens_per_step", "8"): {"data.seq_len": "8", "train.micro_batch": "1"},
     ("train.images_per_step", "1"): {"train.micro_batch": "1"},
     ("data.mixture", '{"stdlib": 5e-324}'): {"train.max_steps": "1"},

@@ -26,9 +26,9 @@ SURFACE = {
     "model": "path from_scratch overrides",
     "data": "path format eval_path eval_fraction size eval_crop crop_scale flip randaugment mixup"
     " cutmix mean std count bad_images workers",
-    "train": "images_per_step micro_batch optimizer max_steps epochs lr min_lr schedule decay"
-    " warmup_steps schedule_from momentum betas weight_decay label_smoothing ema on_spike"
-    " spike_sigmas grad_clip precision channels_last compile",
+    "train": "max_steps epochs schedule decay warmup_steps schedule_from on_spike spike_sigmas"
+    " profile_steps images_per_step micro_batch optimizer lr min_lr momentum betas weight_decay"
+    " label_smoothing ema grad_clip precision channels_last compile",
     "parallel": "strategy replicas sync_batch_norm",
     "data.randaugment": "layers magnitude",
 }

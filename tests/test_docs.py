@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ FOREIGN = ("aws", "kubectl", "helm", "hf", "curl", "terraform", "pip", "git", "t
 FOREIGN += ("vllm", "serve", "node", "npm", "llama-server", "ollama")
 ACCOUNT = re.compile(r"(up|down|run|prove)-\w+|bucket|image")
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CHEAP = ("init", "data", "plan", "presets", "list", "status", "du", "report", "completion")
 CHEAP += ("--version",)
 
@@ -113,6 +115,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for q, a in CHATS
     ]
     (here / "demo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titled = dict(TITLED.findall((ROOT / "docs" / "tasks.md").read_text("utf-8")))
+    labelled = titled["train.jsonl and held_out.jsonl"]
+    for name, count in (("train", 20), ("held_out", 2)):
+        (here / f"{name}.jsonl").write_text(
+            "".join(labelled.replace("Review:", f"Review {name} {n}:") for n in range(count))
+        )
+    base = "path: smollm2-135m-instruct\n  lora: {rank: 16}"  # its weights are another test's
+    assert base in titled["mood.yaml"]
+    (here / "mood.yaml").write_text(titled["mood.yaml"].replace(base, "path: tiny"))
     for name in ("demo", "reminders", "my-run"):
         run = RunFolder(open_storage(str(here / "runs")), name, steps=20)
         run.plan()
@@ -245,6 +256,26 @@ def test_cheap_commands_run(
         monkeypatch.chdir(tmp_path)  # it replaces no file
     code = main(words)
     assert code == 0
+
+
+@pytest.mark.full
+def test_the_classifier_of_the_tasks_page_is_trained_and_scored(folder: Path) -> None:
+    changes = "--data.seq_len=64 --train.tokens_per_step=128 --train.micro_batch=1"
+    changes += " --train.epochs=none --train.max_steps=2 --cluster.workers=1"
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": temporary}
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [sys.executable, "-m", "rayapp", "finetune", "mood.yaml", *changes.split()],
+            capture_output=True,
+            text=True,
+            env={**environment, "PYTHONPATH": str(ROOT)},
+            cwd=folder,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    items = (folder / "runs" / "mood" / "items" / "2.jsonl").read_text().splitlines()
+    assert [json.loads(line)["wanted"] for line in items] == [" bad", " good"] * 2
+    assert re.search(r"^ *mood +4 +right \(exact\) ", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("python"))

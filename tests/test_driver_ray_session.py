@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from drill import Drill
 from patience import PATIENCE_S
 
@@ -95,6 +96,20 @@ def test_workers_on_a_cluster_are_told_what_their_job_does_not_say(
     assert set(ray_session._quiet_workers()) == set(ray_session.QUIET)
 
 
+def test_what_a_worker_prints_is_printed_once() -> None:
+    """By Ray Train's own patch of print, where stdout is wrapped as in a worker."""
+    code = (
+        "import logging, sys; from rayapp.driver.ray_session import tell_ray; tell_ray()\n"
+        "from ray.train.v2._internal.logging.patch_print import patch_print_function\n"
+        "from rayapp.observe.plain import PlainStream\n"
+        "logging.basicConfig(level=logging.INFO, stream=sys.stdout); patch_print_function()\n"
+        "sys.stdout = PlainStream(sys.stdout); print('a line')"
+    )
+    environment = {n: v for n, v in os.environ.items() if n != "RAY_TRAIN_ENABLE_PRINT_PATCH"}
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert out.count("a line") == 1
+
+
 class Grouped(Drill):
     """A command in a process group of its own, as a shell, `timeout` or a batch system makes it."""
 
@@ -147,3 +162,14 @@ def test_the_ray_of_a_killed_driver_ends_with_it(tmp_path: Path) -> None:
     assert {os.getsid(each.pid) for each in processes}.isdisjoint({os.getsid(drill.process.pid)})
     drill.kill("driver")
     leave(processes)
+
+
+@pytest.mark.parametrize(
+    ("here", "workers", "said"), [(True, 1, "8"), (True, 3, "2"), (False, 1, None)]
+)
+def test_a_worker_gets_its_share_of_the_cores_of_a_ray_that_is_started_here(
+    here: bool, workers: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_session, "started_here", lambda: here)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert ray_session.threads(workers).get("OMP_NUM_THREADS") == said

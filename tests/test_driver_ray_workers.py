@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from aws_config import endpoint_in_config
 
+from rayapp.driver import ray_workers
 from rayapp.driver.ray_workers import ray_storage
 from rayapp.storage import open_storage
 from rayapp.storage.inputs import open_input
@@ -31,6 +32,22 @@ def test_an_endpoint_in_the_config_file_holds_for_ray_train_too(
         assert stream.read() == b"by another process"
     delete_fs_path(filesystem, context.experiment_fs_path)
     assert open_storage(url).list() == []
+
+
+@pytest.mark.parametrize("own", [None, *ray_workers.ALLOCATOR])
+def test_segments_of_gpus_are_expandable_unless_the_user_says_otherwise(
+    own: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ray_workers.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(own, "max_split_size_mb:64")
+    told = ray_workers.environment(gpus=True, workers=2)
+    assert told.get("PYTORCH_ALLOC_CONF") == (None if own else "expandable_segments:True")
+    on_cpus = ray_workers.environment(gpus=False, workers=2)
+    assert (
+        "PYTORCH_ALLOC_CONF" not in on_cpus and on_cpus.keys() > ray_workers.CPU_ENVIRONMENT.keys()
+    )
 
 
 def test_a_local_folder_needs_no_file_system(tmp_path: Path) -> None:

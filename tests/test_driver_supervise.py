@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -210,8 +211,6 @@ def test_workers_are_ended_when_the_lease_is_stale_and_started_when_it_is_fresh(
 def test_a_request_that_hangs_does_not_hide_a_stale_lease(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     answered = threading.Event()
     last = supervise.metrics.last
 
@@ -264,6 +263,32 @@ def test_workers_that_do_steps_answer_a_stop_themselves(run: Storage) -> None:
             add_line(run, 7)
         driver.stop_asked = count > 30
 
+    driver = Driver(run, look)
+    assert driver.fit()["status"] == "done"
+    assert driver.shown == [7] and not driver.attempts[0].ended
+
+
+def test_workers_are_not_ended_for_a_step_that_nobody_has_read_yet(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step and the STOP come after a read; the next one takes long."""
+    last, reads, looked = supervise.metrics.last, [], threading.Event()
+
+    def slow(storage: Storage) -> Any:
+        line = last(storage)
+        if threading.current_thread() is not threading.main_thread():
+            reads.append(line)
+            if len(reads) == 2:  # the first is of what was there before
+                add_line(run, 7)
+                driver.stop_asked = True
+            assert len(reads) != 3 or looked.wait(20.0), "the driver waits for the read"
+        return line
+
+    def look(count: int) -> None:
+        if count == 30:
+            looked.set()
+
+    monkeypatch.setattr(supervise.metrics, "last", slow)
     driver = Driver(run, look)
     assert driver.fit()["status"] == "done"
     assert driver.shown == [7] and not driver.attempts[0].ended

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from transformers import (
 )
 
 from rayapp import order
+from rayapp.cli.runs import status
 from rayapp.config import Config, from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
@@ -43,13 +45,14 @@ from rayapp.driver import checkpoint_validation as validation
 from rayapp.driver import ray_workers
 from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
-from rayapp.finetune import micro_batch
+from rayapp.finetune import auto
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.prepared_run import order_of
 from rayapp.observe import metrics
 from rayapp.observe.run_folder import PREPARED
 from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import steps_done
+from rayapp.train.own_time import EVERY_STEPS, SAMPLES
 from rayapp.train.spec import LanguageSpec
 
 TEXT = "".join(
@@ -557,7 +560,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
 def test_a_node_is_asked_what_memory_is_free(ray_here: None) -> None:
     def per_worker(workers: str) -> float:
         config = from_dict({"cluster": {"workers": workers, "gpu": "false"}})
-        return micro_batch._capacity_gib(config, False)
+        return auto._capacity_gib(config, False)
 
     free_gib = psutil.virtual_memory().available / 2**30  # other tests take and free some
     assert 0.5 * free_gib < 2 * per_worker("2") < psutil.virtual_memory().total / 2**30
@@ -705,6 +708,42 @@ def test_own_code_that_fails_in_the_workers_is_named_once_mended_and_goes_on(
     result = json.loads((tmp_path / "own" / "result.json").read_text())
     assert result["eval_metrics"] == {"loss": pytest.approx(result["eval_loss"])}
     assert lines_of(tmp_path / "own")[1]["eval_metrics"].keys() == {"loss"}
+    shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+
+
+SLOW = """
+import time
+import torch
+import torch.distributed as dist
+
+def loss(logits, labels):
+    if dist.is_initialized() and dist.get_rank() == 1:
+        time.sleep(0.1)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_lags_and_a_profile_are_told(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    steps = EVERY_STEPS * SAMPLES + 2
+    own = ["--train.loss=slow:loss", "--train.profile_steps=4:6", f"--train.max_steps={steps}"]
+    argv = command(files, tmp_path, "slow", *own, "--cluster.workers=2")
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": tempfile.mkdtemp()}
+    environment.pop("RAY_ADDRESS", None)
+    call = [sys.executable, "-m", "rayapp.finetune", *argv]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    said = done.stdout + done.stderr
+    named = f"rank 1 on {socket.gethostname()} computes "
+    assert done.returncode == 0 and named in said, said
+    run, trace = tmp_path / "slow", "steps-4-5.trace.json.gz"
+    assert f"profile in {run}/profiles: {trace}" in done.stdout
+    page = (run / "report.html").read_text()
+    assert f'href="profiles/{trace}"' in page and (run / "profiles" / trace).exists()
+    assert named in page
+    assert status([str(run)]) == 0 and named in " ".join(capfd.readouterr().out.split())
     shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
 
 

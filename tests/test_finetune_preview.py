@@ -8,6 +8,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -55,6 +56,50 @@ def test_chats_are_shown_with_what_bears_loss(chats: Path, tmp_path: Path) -> No
     assert found.examples["has no assistant message"].endswith("chats.jsonl:3")
     size = found.seq_len
     assert found.rows == 1 and found.fill == pytest.approx((sum(found.lengths) - 2) / size)
+
+
+def test_items_of_tasks_that_tell_little_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same question as a prompt and as a chat, with another system's message, and in turns."""
+
+    def chat(*said: str) -> dict[str, Any]:
+        roles = ("system", *("user", "assistant") * len(said))
+        return {"messages": [{"role": r, "content": c} for r, c in zip(roles, said, strict=False)]}
+
+    files = {
+        "train": [chat("Be brief.", "one?", "1", "two?", "2"), chat("", "three?", "3")],
+        "turns": [
+            chat("", "three?", "3"),
+            chat("", "one?", "1", "two?", "2"),
+            chat("", "two?", "2"),
+        ],
+        "prompts": [{"prompt": f"{n}? ", "completion": n[:-3]} for n in ("three", "one", "four")],
+    }
+    for name, rows in files.items():
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    paths = {name: str(tmp_path / f"{name}.jsonl") for name in files}
+    tasks = {name: paths[name] for name in ("turns", "prompts")}
+    words = ["data", f"--data.path={paths['train']}", f"--eval.tasks={json.dumps(tasks)}"]
+    words += [f"--run.storage={tmp_path}", "--model.tokenizer=bytes"]
+    assert main([*words, "--json"]) == 0
+    source, turns, prompts = json.loads(capsys.readouterr().out)
+    assert source["documents"] == 2
+    assert turns == {
+        "name": "turns",
+        "path": paths["turns"],
+        "items": 3,
+        "empty": [],
+        "trained": [f"{paths['turns']}:{n}" for n in (1, 2)],
+    }
+    assert prompts["empty"] == [f"{paths['prompts']}:2"]
+    assert prompts["trained"] == [f"{paths['prompts']}:{n}" for n in (1, 2)]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert f"task          prompts: {paths['prompts']}: 3 items\n" in told
+    assert f"in the data too 2 of 3, first {paths['prompts']}:1, {paths['prompts']}:2\n" in told
+    assert f"an empty answer 1 of 3, first {paths['prompts']}:2\n" in told
 
 
 def test_each_source_of_a_mixture_is_shown(chats: Path, tmp_path: Path) -> None:

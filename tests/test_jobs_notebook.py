@@ -698,8 +698,8 @@ def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
     ("asked", "problem"),
     [
         ({"config": 7}, "config of type int is not valid"),
-        ({"lr": 1}, "lr=1 is not a section of a config: .* Set train={'lr': 1}"),
-        ({"train.lr": 1}, "train.lr=1 is not a section of a config: .* Set train={'lr': 1}"),
+        ({"lr": 1}, r"lr=1 is unknown: .* Did you mean train\.lr\?"),
+        ({"train": 1}, "train=1 is not valid: it must be a mapping of fields. .*"),
         ({"pip": "a==1"}, r"pip=a==1 is text: .* Set pip=\['a==1'\]"),
     ],
 )

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -56,6 +57,7 @@ from rayapp.model import (
     problems,
     resolve,
     shard,
+    use_float8,
 )
 from rayapp.model.activations import ATTENTION
 from rayapp.model.attention import varlen_attention
@@ -714,6 +716,30 @@ def test_adapters_start_at_the_base_and_the_same_for_any_name(folder: Path) -> N
             assert values.abs().max() <= bound and values.std() > bound / 3
 
 
+@pytest.mark.parametrize("tokens", [15, 32])
+def test_float8_products_sum_over_multiples_of_16(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weight's gradient sums over tokens; torch._scaled_mm takes multiples of 16 alone."""
+    sums = []
+
+    def scaled_mm(a: Any, b: Any, *args: Any, **options: Any) -> Any:
+        sums.append(a.shape[1])
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = build(config, loss=summed_loss, attention="sdpa", dtype=torch.bfloat16)
+    use_float8(model, torch.device("cuda"))
+    block = find_blocks(model.hf)[0].mlp.to_empty(device="cpu")
+    block(torch.zeros(1, tokens, 32, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert len(sums) == 9 and all(each % 16 == 0 for each in sums)
+
+
 @pytest.mark.full
 def test_measuring_what_compilation_gains_compiles_nothing_in_vain(folder: Path) -> None:
     """Training goes on with the one graph that was measured, from the numbers before it."""
@@ -866,6 +892,22 @@ def test_preset_and_unknown_path(tmp_path: Path) -> None:
     assert num_parameters(model) == 4096 * 256 + 4 * (4 * 256**2 + 3 * 256 * 704 + 512) + 256
     with pytest.raises(ValueError, match=r"model.path=nope is no folder.*tiny"):
         resolve("nope")
+
+
+def test_a_hub_id_without_a_network_is_one_line_with_what_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("Got: ConnectError: no name.\nAn error happened. Try again.")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
+    with pytest.raises(ValueError, match=r"^model\.path=org/name is no local folder") as caught:
+        resolve("org/name")
+    assert str(caught.value).endswith(
+        "cannot be fetched: LocalEntryNotFoundError: Got: ConnectError: no name. Check the name, "
+        "the network and HF_TOKEN, or set a folder, smollm2-135m-instruct (weights from the "
+        "package index) or tiny (random ones)"
+    )
 
 
 def test_good_folder_has_no_problems(folder: Path) -> None:

@@ -72,7 +72,7 @@ def test_blocks_keep_what_they_kept_on_an_h100(compiled: bool, gib: float) -> No
     """`bench/step.py`: peaks of llama3.2-1b, 2 x 4096 tokens, less that of full checkpointing."""
     layout = Layout(shape_of(config_of("llama3.2-1b")), 1, 2, 4096, compiled=compiled)
     full = replace(layout, checkpointing="full")
-    apart = layout.peak().total - full.peak().total
+    apart = (kept_bytes(layout) - kept_bytes(full)) * layout.shape.layers * layout.tokens
     assert apart / 2**30 == pytest.approx(gib, rel=0.01)
 
 
@@ -302,8 +302,70 @@ def test_the_largest_micro_batch_leaves_no_worker_with_more_than_its_share() -> 
     assert planner.largest_micro_batch(question) == 1  # 3 rows each; in pairs 4 for one of them
 
 
+@pytest.mark.parametrize("workers", ["8", "16"])
+@pytest.mark.parametrize("model", [{"path": "llama3.2-1b"}, {"lora": {"rank": 16}}, {}])
+def test_auto_takes_the_fastest_strategy_that_fits(workers: str, model: dict[str, Any]) -> None:
+    base = {"train": {"micro_batch": "auto"}, "model": model, "cluster": {"workers": workers}}
+    found = planner.plan(config(**base))
+    strategies = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+    plans = [planner.plan(config(**base, parallel={"strategy": one})) for one in strategies]
+    assert found.capacity_gib is not None and found.rate is not None
+    rates = [one.rate.value for one in plans if one.peak_gib.high <= found.capacity_gib]
+    assert found.rate.value == max(rates)
+    assert found.question.layout.strategy in strategies
+
+
+def test_auto_without_times_shards_as_little_as_fits_and_one_worker_has_nothing_to_choose() -> None:
+    def strategy(capacity_gib: float, workers: str = "4") -> str:
+        step = {"micro_batch": 1, "tokens_per_step": 4 * 4096}
+        asked = config(train=step, cluster={"instance": None, "workers": workers})
+        return planner.plan(asked, capacity_gib=capacity_gib).question.layout.strategy
+
+    assert [strategy(gib) for gib in (20.0, 95.0, 200.0)] == [
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+    ]
+    assert strategy(200.0, "1") == "full_shard"
+
+
+def test_fp8_pays_from_a_width_of_4096_on() -> None:
+    def rate(path: str, precision: str) -> float:
+        shape = {"path": path, "from_scratch": True}
+        found = planner.plan(config(model=shape, train={"precision": precision}))
+        assert found.rate is not None
+        return found.rate.value
+
+    narrow = rate("llama3.2-1b", "fp8") / rate("llama3.2-1b", "bf16")
+    assert narrow == pytest.approx(38_194 / 44_983, abs=0.05)  # bench/gpu/, one H100
+    assert rate("llama3.1-8b", "fp8") > 1.1 * rate("llama3.1-8b", "bf16")
+
+
+def test_auto_compiles_a_run_that_is_long_enough() -> None:
+    def compiled(steps: int, **more: Any) -> bool:
+        asked = config(train={"micro_batch": 1, "max_steps": steps}, **more)
+        return planner.plan(asked, on_cpu=True).question.layout.compiled
+
+    step_s = planner.plan(config(train={"compile": False})).step_s
+    assert step_s is not None
+    few = int(290 / step_s.value)
+    assert (compiled(few), compiled(few + 20)) == (False, True)
+    cluster = {"instance": None, "workers": "2"}
+    short, long = (
+        config(
+            model={"path": "tiny"},
+            train={"micro_batch": 1, "tokens_per_step": 8192, "max_steps": steps},
+            cluster=cluster,
+        )
+        for steps in (1, 5_000)
+    )
+    of_cpus = [planner.plan(each, on_cpu=True).question.layout.compiled for each in (short, long)]
+    of_gpus = [planner.plan(each).question.layout.compiled for each in (short, long)]
+    assert (of_cpus, of_gpus) == ([False, True], [False, False])
+
+
 def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
-    unnamed = config(cluster={"instance": None})
+    unnamed = config(cluster={"instance": None}, parallel={"strategy": "full_shard"})
     peaks = {
         size: planner.plan(unnamed.with_micro_batch(size)).peak_gib.value for size in (1, 2, 4, 8)
     }
@@ -314,8 +376,8 @@ def test_a_machine_that_was_asked_stands_in_for_an_instance() -> None:
         assert planner.plan(unnamed, capacity_gib=peak_gib - 0.01).fits == (size > 1)
     on_cpu = planner.plan(unnamed, capacity_gib=24.0, on_cpu=True)
     moving = sum(on_cpu.peak.terms[name] for name in ("activations", "logits", "gathers"))
-    process = 0.85 * 2**30  # and no CUDA context
-    assert on_cpu.peak.terms["slack"] == pytest.approx(0.05 * moving + process)
+    process = 0.8 * 2**30  # and no CUDA context
+    assert on_cpu.peak.terms["slack"] == pytest.approx(0.45 * moving + process)
     named = planner.plan(config(), capacity_gib=1.0, on_cpu=True)
     assert named.as_dict() == planner.plan(config()).as_dict()
 
@@ -375,6 +437,10 @@ def test_machines_are_found_without_naming_one() -> None:
             {"parallel": {"strategy": "hybrid_shard", "replicas": 3}},
             r"replicas=3 does not divide 8 workers.*Set one of 1, 2, 4, 8",
         ),
+        (
+            {"model": {"path": "tiny"}, "data": {"seq_len": 2048}, "train": {"micro_batch": 1}},
+            r"seq_len=2048 is above the model's limit: tiny has positions for 1024 tokens\. Set",
+        ),
     ],
 )
 def test_bad_input_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -384,7 +450,7 @@ def test_bad_input_is_refused(sections: dict[str, Any], message: str) -> None:
 
 def test_a_local_folder_and_a_known_hub_id_have_a_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("tiny")), encoding="utf-8")
-    local = planner.ask(config(model={"path": str(tmp_path)}))
+    local = planner.ask(config(model={"path": str(tmp_path)}, data={"seq_len": 1024}))
     assert local.layout.shape == shape_of(config_of("tiny"))
     hub = planner.ask(config(model={"path": "meta-llama/Llama-3.1-8B"}))
     assert hub.layout.shape.parameters == 8_030_261_248
@@ -397,9 +463,12 @@ def test_a_local_folder_and_a_known_hub_id_have_a_shape(tmp_path: Path) -> None:
 
 
 def test_overrides_and_an_own_tokenizer_change_the_shape() -> None:
-    fewer = planner.ask(config(model={"path": "tiny", "overrides": {"num_hidden_layers": 2}}))
+    changed = {"num_hidden_layers": 2, "max_position_embeddings": 4096}
+    fewer = planner.ask(config(model={"path": "tiny", "overrides": changed}))
     assert fewer.layout.shape.layers == 2
-    own = planner.ask(config(model={"path": "tiny", "tokenizer": "bpe:512"}))
+    own = planner.ask(
+        config(model={"path": "tiny", "tokenizer": "bpe:512"}, data={"seq_len": 1024})
+    )
     assert own.layout.shape.vocabulary == 512
 
 
@@ -469,7 +538,11 @@ def test_llama2_scales_to_16_p5_at_least_as_well_as_the_seed() -> None:
 def test_every_preset_with_a_formula_is_planned_on_every_p(name: str, instance: str) -> None:
     one = INSTANCES[instance]
     found = planner.plan(
-        config(model={"path": name}, cluster={"workers": str(one.gpus), "instance": instance})
+        config(
+            model={"path": name},
+            data={"seq_len": 1024},
+            cluster={"workers": str(one.gpus), "instance": instance},
+        )
     )
     assert found.fits in (True, False) and found.step_s is not None
 

@@ -139,7 +139,7 @@ def test_random_weights_are_said_by_plan_and_run(
 ) -> None:
     path = str(folders / "model") if path == "model" else path
     words = [f"--model.path={path}", f"--model.from_scratch={from_scratch}"]
-    assert plans.plan([*words, "--train.micro_batch=1"]) == 0
+    assert plans.plan([*words, "--train.micro_batch=1"]) == (path == "llama3.1-8b")  # too large
     printed = " ".join(capsys.readouterr().out.split())
     config = from_dict(
         {

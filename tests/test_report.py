@@ -36,10 +36,12 @@ from rayapp.config import Config, load
 from rayapp.config.fields import IMAGES
 from rayapp.observe import metrics
 from rayapp.observe.columns import Columns
+from rayapp.observe.figures import lines_below
 from rayapp.observe.goodput import account, read_events
 from rayapp.observe.metrics import MetricsLine, line_of
 from rayapp.observe.metrics_log import MetricsLog
 from rayapp.observe.run_folder import METRICS, REPORT
+from rayapp.observe.status import read
 from rayapp.report import comparison, folder, tables, timeline
 from rayapp.report import pages as written
 from rayapp.report.chart import (
@@ -363,6 +365,16 @@ def test_a_run_that_failed_says_why(storage: Storage) -> None:
     page = page_of(run.run)
     assert page.texts["h1"][0].split() == ["demo", "failed"]
     assert 'rank 0: a < b & "c"' in page.texts["p"]
+
+
+def test_a_rank_that_lags_is_named_by_report_and_status(storage: Storage) -> None:
+    run = RunFolder(storage)
+    run.train(1, rank_s={"0": 0.5, **{str(rank): 0.25 for rank in range(1, 32)}})
+    run.train(1, at=1, lagging=(lags := "rank 0 on a<b computes 100% longer than the median rank"))
+    page = page_of(run.run)
+    assert "rank 0" in page.texts["th"] and "0.5 s" in page.texts["td"]
+    assert sum(text.startswith("rank ") for text in page.texts["th"]) == 8  # the slowest
+    assert lags in page.texts["p"] and lags in lines_below(read(run.run))
 
 
 def test_a_run_whose_events_were_deleted(storage: Storage) -> None:

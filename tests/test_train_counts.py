@@ -11,6 +11,7 @@ import torch
 from step_counts import LAYERS, counts_of
 
 from rayapp.train import loop
+from rayapp.train.own_time import EVERY_STEPS
 
 PAGE = Path(__file__).parent.parent / "docs/numbers.md"
 BEGIN, END = "<!-- counts -->\n", "<!-- end of counts -->\n"
@@ -84,3 +85,12 @@ def test_the_update_is_of_local_tensors() -> None:
         counts = counts_of("full_shard", lora=lora)
         assert counts.sharded["optimizer"] == 0
         assert counts.collectives["all-reduce"] == 3  # agreement, sums, norm
+
+
+@pytest.mark.parametrize("step", [EVERY_STEPS - 1, EVERY_STEPS])
+def test_a_sample_of_own_time_rides_on_the_steps_message(step: int) -> None:
+    usual, sampled = (counts_of("full_shard", micro_batches=2, step=each) for each in (1, step))
+    assert sampled.collectives == usual.collectives
+    assert sampled.kernels == usual.kernels and sampled.reads == usual.reads
+    more = sampled.sent["all-reduce"] - usual.sent["all-reduce"]
+    assert more == (8 * 8 if step == EVERY_STEPS else 0)  # int64 of each rank, in the step after

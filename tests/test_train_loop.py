@@ -10,6 +10,7 @@ import json
 import math
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,13 +38,14 @@ from rayapp.finetune.trainer import mfu_of
 from rayapp.observe import metrics
 from rayapp.order import Order, StepCounts
 from rayapp.storage import open_storage
-from rayapp.train import loop, optimizer, schedule
+from rayapp.train import loop, optimizer, own_time, schedule
 from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain, saved_shapes
 from rayapp.train.engine import Engine
 from rayapp.train.loss_spikes import LEVEL, Spikes
+from rayapp.train.own_time import EVERY_STEPS, SAMPLES
 from rayapp.train.rank import RankContext, train_rank
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sync import CONTINUE, RESTART, STOP, Agreement
@@ -236,6 +238,13 @@ def test_one_and_three_workers_train_alike(
         np.testing.assert_allclose(
             [line["loss"] for line in lines], [line["loss"] for line in expected], rtol=0, atol=1e-4
         )
+
+
+def test_a_profile_changes_nothing(inputs: Path, two_workers: tuple[list[Any], Any]) -> None:
+    lines, _ = train(config_of(inputs, "profiled", profile_steps="3:5"), inputs, world=2)
+    assert [line["loss"] for line in lines] == [line["loss"] for line in two_workers[0]]
+    (trace,) = (inputs / "runs/profiled/profiles").iterdir()  # of rank 0
+    assert trace.name == "steps-3-4.trace.json.gz"
 
 
 def test_metrics_count_what_was_trained(two_workers: tuple[list[Any], Any]) -> None:
@@ -555,6 +564,25 @@ def stopped_worker(rank: int, world: int, spec: LanguageSpec, stop_after: int) -
     loop.agree = agree
     summary = train_rank(spec, RankContext(torch.device("cpu"), steps))
     assert summary["status"] == "stopped" and summary["steps"] == stop_after, summary
+
+
+def test_a_rank_that_lags_is_named(inputs: Path) -> None:
+    spec = spec_of(config_of(inputs, "lagging"), inputs, EVERY_STEPS * SAMPLES + 2)
+    processes.spawn(lagging_worker, 2, str(inputs / "lagging-rendezvous"), spec)
+    *lines, last = metrics.read(open_storage(spec.run_url))
+    told = [line["step"] for line in lines if line["rank_s"]]
+    assert told == [number * EVERY_STEPS + 1 for number in range(1, SAMPLES + 1)]
+    assert not any(line["lagging"] for line in lines[: EVERY_STEPS * SAMPLES])
+    assert str(last["lagging"]).startswith(f"rank 1 on {socket.gethostname()} computes ")
+
+
+def lagging_worker(rank: int, world: int, spec: LanguageSpec) -> None:
+    """A process whose blocks take twenty times as long on rank 1, by its clock."""
+    slower = 1 + 19 * rank
+    own_time.time = SimpleNamespace(perf_counter=lambda: slower * time.perf_counter())  # type: ignore[assignment]
+    rows = spec.data.rows("train")
+    steps = lambda step: local_steps(rows, spec.order, rank, world, step)  # noqa: E731
+    train_rank(spec, RankContext(torch.device("cpu"), steps))
 
 
 @pytest.mark.parametrize("why", [pytest.param("stop", marks=pytest.mark.full), "notice"])

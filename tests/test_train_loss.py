@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.graph import GraphLowering
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayapp.planner.memory import LOG_PARTS
-from rayapp.train.loss import IGNORE, chunked_cross_entropy, liger_cross_entropy
+from rayapp.train.loss import (
+    IGNORE,
+    _add_product,
+    _softmax,
+    chunked_cross_entropy,
+    liger_cross_entropy,
+)
 
 
 def plain(
@@ -216,12 +227,85 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(chunk: int) -> None:
     assert max(watch.sizes) == tokens * vocabulary
 
 
-def test_logits_in_bf16_are_copied_to_fp32_in_parts() -> None:
-    inputs = cast(leaves((64,), 4, 1000, bias=False, seed=6), torch.bfloat16)
+@pytest.mark.parametrize("extra", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_a_part_of_a_chunk_is_in_fp32(dtype: torch.dtype, extra: float) -> None:
+    logits, target = torch.randn(64, 1000).to(dtype), torch.zeros(64, 1, dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True) as profile:
-        objective_of(*inputs)
-    copies = [e.cpu_memory_usage for e in profile.events() if e.name == "aten::_to_copy"]
-    assert max(copies) == 64 * 1000 * 4 // LOG_PARTS  # bytes
+        _softmax(logits, target, logits, z_loss=extra, smoothing=extra, compiled=False)
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    alive = accumulate(e.nbytes() for e in events if e.name() == "[memory]")
+    part = 64 * 1000 * 4 // LOG_PARTS  # its log-probabilities; in bf16 also its copy
+    copies = 1 if dtype == torch.float32 else 2
+    assert copies * part <= max(alive) < copies * part + 4096  # and values of rows
+
+
+ROWS_AT_ONCE = (300, 1, 64, 65, 130, 7, 2, 199, 33, 100)
+COMPILED = [
+    (torch.bfloat16, {"z_loss": 0.1, "label_smoothing": 0.2}),
+    (torch.float32, {}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "options"), COMPILED)
+def test_the_compiled_softmax_is_one_kernel_that_stores_no_logits(
+    dtype: torch.dtype, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    codes: list[str] = []
+    monkeypatch.setattr(GraphLowering, "save_output_code", codes.append)
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    vocabulary = 1003
+    for rows in ROWS_AT_ONCE:
+        inputs = cast(leaves((rows,), 16, vocabulary, bias=True, seed=rows), dtype)
+        found = []
+        for compiled in (False, True):
+            each = torch.zeros(rows)
+            objective, loss = chunked_cross_entropy(
+                *inputs, chunk=64, compiled=compiled, each=each, **options
+            )
+            found.append([objective, loss, each, *gradients(objective, inputs)])
+        for plainly, fused in zip(*found, strict=True):
+            error = (fused.double() - plainly.double()).norm()
+            bound = 1e-6 if plainly.dtype == torch.float32 else 1e-4  # a bf16 that is rounded up
+            assert error <= bound * plainly.double().norm()
+    assert len(codes) == counters["stats"]["unique_graphs"] == 2  # one of them of a single row
+    for code in codes:
+        assert len(re.findall(r"^ +cpp_fused\w*\(", code, re.MULTILINE)) == 1
+        assert not re.search(rf"empty_strided_cpu\(\(\w+, {vocabulary}\)", code)
+
+
+def test_a_model_s_own_logits_are_compiled_too() -> None:
+    logits, _, labels, _ = cast(leaves((40,), 50, 1, bias=False, seed=9), torch.float32)
+    labels[::2] = 7
+    found = []
+    for compiled in (False, True):
+        objective, loss = chunked_cross_entropy(logits, None, labels, chunk=16, compiled=compiled)
+        found.append([loss, *gradients(objective, [logits])])
+    assert torch.allclose(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1])
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_gpu_adds_the_head_s_gradient_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.addmm
+
+    def on_gpu(total: Any, a: Any, b: Any, *, out_dtype: Any, out: Any) -> None:
+        meta = [t.as_subclass(torch.Tensor).to("meta") for t in (total, a, b)]
+        assert real(*meta, out_dtype=out_dtype, out=meta[0]).dtype == out_dtype  # torch has it
+        assert out is total
+        out += a.float() @ b.float()
+
+    monkeypatch.setattr(torch, "addmm", on_gpu)
+    a, b = (torch.randn(size).bfloat16() for size in ((40, 8), (8, 3)))
+    total = torch.ones(40, 3).as_subclass(OnGpu)
+    _add_product(total, a, b)
+    assert torch.allclose(total.as_subclass(torch.Tensor), 1 + a.float() @ b.float())
 
 
 def products(inputs: Any) -> int:

@@ -76,3 +76,21 @@ def test_shared_memory_is_no_memory_of_the_process(process: Pool) -> None:
     """Ray's object store is mapped page by page, so that memory would seem to grow for ever."""
     without, beside = process.apply(measured_beside_shared_memory)
     assert abs(beside - without) < SLACK_GIB
+
+
+def test_a_gpus_peak_is_read_without_its_other_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks_gib, resets = iter([1.0, 2.0, 3.0, 2.0, 5.0]), []
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *args, **kwargs: pytest.fail("slow"))
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats", torch.cuda.memory_stats)
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda device: {"allocated_bytes": {"all": {"peak": next(peaks_gib) * 2**30}}},
+    )
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    peaks = Peaks(torch.device("cuda"))
+    for name in ("forward", "backward"):
+        with peaks.phase(name):
+            pass
+    assert peaks.take() == {"forward": 3.0, "backward": 5.0, "optimizer": 0.0}
+    assert peaks.highest_gib == 5.0 and len(resets) == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import processes
@@ -24,7 +26,9 @@ def rank_of(rank: int, world: int) -> None:
     first = rank == 0
     digest = HIGHEST if first else rank
 
-    def agreed(counts: StepCounts, save: bool, leave: int, poll: bool) -> Totals:
+    def agreed(
+        counts: StepCounts, save: bool, leave: int, poll: bool, own_us: Sequence[int] = ()
+    ) -> Totals:
         # As the loop does it: what rank 0 decides, the others leave at nothing.
         agreement = Agreement(
             counts,
@@ -33,6 +37,7 @@ def rank_of(rank: int, world: int) -> None:
             leave=leave if first else CONTINUE,
             poll=poll and first,
             group=dist.group.WORLD,
+            own_us=own_us,
         )
         totals = agreement.wait()
         assert agreement.wait() is totals
@@ -44,8 +49,11 @@ def rank_of(rank: int, world: int) -> None:
     for save, leave, poll in ((False, CONTINUE, False), (True, STOP, False), (True, RESTART, True)):
         of_rank = StepCounts(rank, 2**40, targets_by_source=(1, rank))
         found = agreed(of_rank, save, leave, poll)
-        assert found == Totals(summed, whole, save, leave, poll)
+        assert found == Totals(summed, whole, save, leave, poll, [])
         assert found.weight == max(ranks, 1)
+        own_us = [rank + 5 if each == rank else 0 for each in range(world)]
+        told = agreed(of_rank, save, leave, poll, own_us)
+        assert told == replace(found, own_us=[each + 5 for each in range(world)])
     assert (
         agreed(StepCounts(0), False, CONTINUE, False).weight == 1
     )  # no target in a batch: divided by one

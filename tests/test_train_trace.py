@@ -54,6 +54,7 @@ def both(
         strategy=strategy,
         checkpointing=checkpointing,
         precision="fp32" if fp32 else "bf16",
+        loss_chunk=more.get("loss_chunk", 4096),
         accumulates=accumulation > 1,
         lora_rank=None if lora is None else lora.rank,
         lora_experts=() if lora is None else lora.target_parameters,
@@ -68,6 +69,7 @@ def both(
     ("name", "world", "more"),
     [
         ("qwen3-0.6b", 8, {}),
+        ("qwen3-0.6b", 8, {"loss_chunk": 256, "activation_checkpointing": "full"}),
         ("qwen3-0.6b", 128, {"activation_checkpointing": "full", "accumulation": 2}),
         ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
         ("qwen3-0.6b", 16, {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),

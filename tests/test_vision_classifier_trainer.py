@@ -33,10 +33,9 @@ from rayapp.storage import open_storage
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.engine import Engine
 from rayapp.train.loop import Interrupted
-from rayapp.train.rank import RankContext, train_rank
+from rayapp.train.rank import RankContext, train_rank, validate
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sync import STOP
-from rayapp.train.validation import validate
 from rayapp.vision import classifier_run, classifier_trainer
 from rayapp.vision import classifier_run as checks
 from rayapp.vision.classifier_run import index, order_of, plan_of
@@ -171,7 +170,8 @@ def test_checks_find_what_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert len(ready.source.files) == CLASSES * 12 + 1 and ready.eval_source is None
     assert ready.run.url == f"{folder}/runs/ready"
     (folder / "resnet-tiny").mkdir()  # a preset is a preset, also beside a folder of its name
-    assert checks.absolute(ready.config).model.path == "resnet-tiny"
+    again = checks.check(config_of(folder, "ready", data__path="data"), 2, 0)
+    assert again.config.model.path == "resnet-tiny"
     (folder / "resnet-tiny").rmdir()
     with pytest.raises(ConfigError) as caught:
         config = config_of(

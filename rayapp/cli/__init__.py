@@ -10,6 +10,16 @@ models.py    report, generate, check, merge, publish
 space.py     du, rm, prune
 """
 
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TypeAlias
+
+from rayapp.observe.run_folder import Exit
+from rayapp.storage import StorageError
+
+Command: TypeAlias = Callable[[list[str]], int]
+
 COMMANDS = {  # name: module and function
     "init": "cli.first.init",
     "completion": "cli.first.completion",
@@ -39,3 +49,26 @@ COMMANDS = {  # name: module and function
     "rm": "cli.space.rm",
     "prune": "cli.space.prune",
 }
+
+
+def documented(text: str, words: bool = False) -> Callable[[Command], Command]:
+    """Print the text if help is asked for, or where a command that needs `words` has none.
+
+    What a storage says is printed in one line.
+    """
+
+    def decorate(function: Command) -> Command:
+        @wraps(function)
+        def run(argv: list[str]) -> int:
+            if "--help" in argv or "-h" in argv or (words and not argv):
+                print(text)
+                return Exit.DONE if argv or not words else Exit.REFUSED
+            try:
+                return function(argv)
+            except StorageError as error:
+                print(f"failed: {error}", file=sys.stderr)
+                return Exit.FAILED
+
+        return run
+
+    return decorate

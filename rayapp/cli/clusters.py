@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rayapp.cli import documented
 from rayapp.config import ConfigError
 from rayapp.observe.run_folder import Exit
 
@@ -33,11 +34,9 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --retries=2          KubeRay: how many new clusters a RayJob may start after losing one"""
 
 
+@documented(RENDER, words=True)
 def render(argv: list[str]) -> int:
     """Render a cluster's files; see RENDER."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(RENDER)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp.cluster import Options, cost, paths_of_this_machine, render, write
     from rayapp.config import arguments
 
@@ -88,11 +87,9 @@ list, the command starts the first entry for which EC2 has capacity (on ECS in t
 capacity): it ends a group without capacity and starts the next. EKS: in kubectl's context."""
 
 
+@documented(CAPACITY, words=True)
 def capacity(argv: list[str]) -> int:
     """Start the workers where there is room, and wait for them; see CAPACITY."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(CAPACITY)
-        return Exit.DONE if argv else Exit.REFUSED
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 

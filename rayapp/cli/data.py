@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from rayapp.cli import documented
 from rayapp.config import Config, arguments
 from rayapp.observe.run_folder import Exit
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 DATA = """rayapp data [CONFIG.yaml] [--section.field=value ...]
 
 Reads the first records of each source, and prints how they are rendered, which tokens bear loss,
-what is left out and why, lengths, and how rows are filled. Nothing is trained.
+what is left out and why, lengths, and how rows are filled; of eval.tasks the items with an empty
+answer, and those that are asked in the data too. Nothing is trained.
 
   --show=2     number of documents to print of each source
   --chars=2000 maximum number of characters to print of a document
@@ -32,32 +34,35 @@ that cluster.address names. `rayapp finetune` with the same config then starts w
 the command is killed, the same command continues its work."""
 
 
+@documented(DATA)
 def data(argv: list[str]) -> int:
     """Show how records are rendered; see DATA."""
-    if "--help" in argv or "-h" in argv:
-        print(DATA)
-        return Exit.DONE
     known = {"show": "2", "chars": "2000", "json": "false"}
     config, asked = arguments.read(arguments.flags(argv, {"json"}), known, Config)
     shown, chars = (arguments.count(name, asked[name]) for name in ("show", "chars"))
     from rayapp.finetune.check import check
-    from rayapp.finetune.preview import preview
+    from rayapp.finetune.preview import preview, task_previews
     from rayapp.observe.plain import Console
 
-    previews = preview(check(config, None, 0))
+    ready = check(config, None, 0)
+    previews, tasks = preview(ready), task_previews(ready)
     if asked["json"] == "true":
-        print(json.dumps([each.as_dict(shown) for each in previews], indent=2, ensure_ascii=False))
+        values = [*(each.as_dict(shown) for each in previews), *tasks]
+        print(json.dumps(values, indent=2, ensure_ascii=False))
         return Exit.DONE
     for each in previews:
         show(Console(), each, shown, chars)
+    for task in tasks:
+        print(f"{'task':14}{task['name']}: {task['path']}: {task['items']} items")
+        for what, key in (("an empty answer", "empty"), ("in the data too", "trained")):
+            if places := task[key]:
+                print(f"{what} {len(places)} of {task['items']}, first {', '.join(places[:3])}")
     return Exit.DONE
 
 
+@documented(PREPARE)
 def prepare(argv: list[str]) -> int:
     """Prepare the rows of a run; see PREPARE."""
-    if "--help" in argv or "-h" in argv:
-        print(PREPARE)
-        return Exit.DONE
     config, _ = arguments.read(argv, {}, Config)
     from rayapp.driver.heartbeat import Heartbeat
     from rayapp.driver.output import captured

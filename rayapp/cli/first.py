@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from rayapp.cli import COMMANDS
+from rayapp.cli import COMMANDS, documented
 from rayapp.config import KINDS, Config, ConfigError, arguments, help
 from rayapp.config.fields import NAME_PATTERN
 from rayapp.observe.run_folder import Exit
@@ -56,11 +56,9 @@ CHOSEN = {  # field: (value, what a user changes it to)
 }
 
 
+@documented(INIT, words=True)
 def init(argv: list[str]) -> int:
     """Write a config and data to begin with; see INIT."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(INIT)
-        return Exit.DONE if argv else Exit.REFUSED
     name, _ = arguments.read_plain(argv, "NAME", {})
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(

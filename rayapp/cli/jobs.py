@@ -10,6 +10,7 @@ from typing import cast
 
 import yaml
 
+from rayapp.cli import Command, documented
 from rayapp.config import ConfigError, arguments, parse_yaml
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.find import job
@@ -17,7 +18,6 @@ from rayapp.jobs.handle import Job
 from rayapp.jobs.submission import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun
-from rayapp.storage import StorageError
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
 WHERE = {"storage": "none", "address": "none"}
@@ -68,7 +68,7 @@ SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags
 SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
-def command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+def command(text: str) -> Callable[[Command], Command]:
     """Print the text if help is asked for, and say in one line what a cluster or storage says.
 
     An option of the text's first line that no other line explains is explained as in EXPLAINED.
@@ -82,15 +82,13 @@ def command(text: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[
         lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
     whole = "\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")]))
 
-    def decorate(function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    def decorate(function: Command) -> Command:
+        @documented(whole)
         @wraps(function)
         def run(argv: list[str]) -> int:
-            if "--help" in argv or "-h" in argv:
-                print(whole)
-                return Exit.DONE
             try:
                 return function(argv)
-            except (JobError, StorageError) as error:
+            except JobError as error:
                 print(f"failed: {error}", file=sys.stderr)
                 return Exit.FAILED
             except NoRun as error:

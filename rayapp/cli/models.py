@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from rayapp.cli import documented
 from rayapp.config import ConfigError, arguments
 from rayapp.observe.run_folder import Exit
 from rayapp.observe.status import NoRun
-from rayapp.storage import StorageError, open_storage
+from rayapp.storage import open_storage
 
 if TYPE_CHECKING:
     from rayapp.consumers import Verdict
@@ -24,11 +25,9 @@ for several runs, it writes comparison.html, one page that compares them.
   --out=FILE   write to this file instead"""
 
 
+@documented(REPORT, words=True)
 def report(argv: list[str]) -> int:
     """Write the report of runs; see REPORT."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(REPORT)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import report as pages
 
     runs, asked = arguments.read_words(argv, {"out": "none"})
@@ -43,9 +42,6 @@ def report(argv: list[str]) -> int:
             print(pages.compare(folders, out or "comparison.html"))
     except NoRun as error:
         raise ConfigError([f"RUN={error}. {GIVE_RUN}"]) from None
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
     return Exit.DONE
 
 
@@ -62,11 +58,9 @@ in a terminal the command holds a conversation until Ctrl-D.
                        run began"""
 
 
+@documented(GENERATE, words=True)
 def generate(argv: list[str]) -> int:
     """Let a run's model write; see GENERATE."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(GENERATE)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
 
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7"}
@@ -78,9 +72,6 @@ def generate(argv: list[str]) -> int:
             generation.talk(model, settings)
     except KeyboardInterrupt:
         print()
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
     return Exit.DONE
 
 
@@ -97,19 +88,13 @@ s3:// URL. Adapters are opened on their base; for llama.cpp they are merged into
                            --prefix FOLDER node-llama-cpp"""
 
 
+@documented(CHECK, words=True)
 def check(argv: list[str]) -> int:
     """Open a run's model in other programs; see CHECK."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(CHECK)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", dict.fromkeys(consumers.INSTALL, ""))
-    try:
-        verdicts = consumers.check(run, {name: each for name, each in asked.items() if each})
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
+    verdicts = consumers.check(run, {name: each for name, each in asked.items() if each})
     _show(verdicts)
     return Exit.DONE if all(verdict.good for verdict in verdicts) else Exit.FAILED
 
@@ -137,22 +122,16 @@ to its base with peft, in float32, and writes one model folder in the dtype of t
   --out=FOLDER   the folder to write to; by default the run's name with -merged, here"""
 
 
+@documented(MERGE, words=True)
 def merge(argv: list[str]) -> int:
     """Make one model of a run's adapter and its base; see MERGE."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(MERGE)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import consumers
 
     run, asked = arguments.read_plain(argv, "RUN", {"out": ""})
     out = asked["out"] or f"{run.rstrip('/').rpartition('/')[2]}-merged"
     if "://" in out:
         raise ConfigError([f"--out={out} is not valid: it must be a folder here. Set --out"])
-    try:
-        consumers.merge(run, out)
-    except StorageError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return Exit.FAILED
+    consumers.merge(run, out)
     print(f"merged model in {out}")
     return Exit.DONE
 
@@ -168,11 +147,9 @@ interruption, give the same command again; it continues.
   --public          create a public repository; by default a new repository is private"""
 
 
+@documented(PUBLISH, words=True)
 def publish(argv: list[str]) -> int:
     """Send a run's model to the hub; see PUBLISH."""
-    if "--help" in argv or "-h" in argv or not argv:
-        print(PUBLISH)
-        return Exit.DONE if argv else Exit.REFUSED
     from rayapp import generation
     from rayapp.observe.plain import redacted
     from rayapp.report.publish import PublishError
@@ -189,7 +166,7 @@ def publish(argv: list[str]) -> int:
     try:
         run = generation.exported(names[0])
         done = send(run, names[1], base=base, public=asked["public"] == "true")
-    except (PublishError, StorageError) as error:
+    except PublishError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
@@ -209,24 +186,15 @@ def _settings(max_tokens: str, temperature: str, chat: str, system: str, prompt:
     """Return the settings of generation from the texts of the options.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: one is not valid.
     """
     from rayapp.generation import Settings
 
-    problems, chats = [], {"none": None, "true": True, "false": False}
-    if not max_tokens.isdecimal() or int(max_tokens) == 0:
-        problems.append(
-            f"--max_tokens={max_tokens} is not valid: it must be a count above 0. Set 256"
-        )
-    try:
-        heat = float(temperature)
-    except ValueError:
-        heat = -1.0
-    if not 0 <= heat < float("inf"):
-        problems.append(f"--temperature={temperature} is not valid: it must be 0 or above. Set 0.7")
+    chats = {"none": None, "true": True, "false": False}
     if chat.lower() not in chats:
-        problems.append(f"--chat={chat} is not valid: it must be true or false. Remove it")
-    if problems:
-        raise ConfigError(problems)
+        what = "it must be true or false. Remove it"
+        raise ConfigError([f"--chat={chat} is not valid: {what}"])
+    tokens = arguments.whole_number("max_tokens", max_tokens)
+    heat = arguments.number("temperature", temperature, zero=True, endless=False)
     said = None if system == "none" else system
-    return Settings(int(max_tokens), heat, chats[chat.lower()], said, prompt)
+    return Settings(tokens, heat, chats[chat.lower()], said, prompt)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rayapp.cli import documented
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
 from rayapp.observe import run_folder
@@ -25,7 +26,9 @@ PLAN = """rayapp plan [CONFIG.yaml | RUN FOLDER] [--section.field=value ...]
   --budget_usd=D       find the cheapest machines that cost at most D dollars
   --region=NAME        AWS region of the prices; us-west-2 by default
   --images=N           number of training images of a classifier, if data.count is none
-  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price"""
+  --usd_per_hour=D     price of one instance, e.g. a spot price, instead of the list price
+
+Exit code 1: the memory does not fit (on one type of a list), and cluster.ignore_plan is not set."""
 
 LISTED = """rayapp presets [--json]
 
@@ -44,11 +47,9 @@ OPTIONS = {
 }
 
 
+@documented(PLAN)
 def plan(argv: list[str]) -> int:
     """Plan a run; see PLAN."""
-    if "--help" in argv or "-h" in argv:
-        print(PLAN)
-        return Exit.DONE
     from rayapp import planner
     from rayapp.config import arguments
     from rayapp.observe.plain import Console
@@ -87,9 +88,10 @@ def plan(argv: list[str]) -> int:
         if len(choices) > 1:
             values["choices"] = {name: each.as_dict() for name, each in choices.items()}
         print(json.dumps(values, indent=2))
-        return Exit.DONE
-    show(Console(), answer, others, table, best, choices)
-    return Exit.DONE
+    else:
+        show(Console(), answer, others, table, best, choices)
+    fits = config.cluster.ignore_plan or all(each.fits is not False for each in choices.values())
+    return Exit.DONE if fits else Exit.FAILED
 
 
 def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
@@ -131,11 +133,9 @@ def this_machine(config: RunConfig) -> dict[str, Any]:
     return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
 
 
+@documented(LISTED)
 def presets(argv: list[str]) -> int:
     """List the presets; see LISTED."""
-    if "--help" in argv or "-h" in argv:
-        print(LISTED)
-        return Exit.DONE
     from rayapp.config import arguments
 
     _, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "", {"json": "false"})

@@ -1,6 +1,6 @@
 """The typed description of a run: YAML plus overrides, closed, and checked all at once.
 
-    config = load("configs/tiny_cpu.yaml", {"train.lr": "1e-3"})
+    config = load("configs/tiny_cpu.yaml", train={"lr": 1e-3})
 
 Each section is a frozen pydantic model; the string under a field is its documentation (and its
 description in the JSON Schema). A value comes from the defaults, then the YAML file, then the
@@ -12,7 +12,9 @@ clusters are in the modules that use them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, overload
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
 
 from rayapp.config import reading
 from rayapp.config.choices import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
@@ -69,51 +71,46 @@ __all__ = [
 KINDS: dict[Any, type[RunConfig]] = {None: Config, "vision": VisionConfig}  # by `task`
 
 
-@overload
 def load(
-    path: str | None = None, overrides: Mapping[str, str] | None = None, kind: None = None
-) -> RunConfig: ...
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    kind: type[Described] | None = None,
+    **sections: Mapping[str, Any],
+) -> Described:
+    """Return a checked config: a YAML file, a config or a mapping of sections, with changes.
 
-
-@overload
-def load(
-    path: str | None, overrides: Mapping[str, str] | None, kind: type[Described]
-) -> Described: ...
-
-
-def load(
-    path: str | None = None,
-    overrides: Mapping[str, str] | None = None,
-    kind: type[RunConfig] | None = None,
-) -> RunConfig:
-    """Read a YAML file (or only the defaults) and `section.field` overrides into a checked config.
-
-    `kind` is the class to make; None takes it from `task`.
+    None is the defaults. `overrides` names fields, `{"train.lr": 1e-3}`; `sections` gives some
+    fields of a section, `train={"lr": 1e-3}`. `kind` is the class to make, by default that of
+    `task`.
 
     Raises:
-        ConfigError: with every problem of the file, the overrides and their combination.
+        ConfigError: with every problem of the file, the changes and their combination.
     """
-    tree, problems = ({}, []) if path is None else read_yaml(path)
-    for field, value in (overrides or {}).items():
+    tree, problems, changes = dict[str, Any](), list[str](), dict[str, Any]()
+    if isinstance(config, RunConfig):
+        changes |= config.to_overrides()
+    elif isinstance(config, Mapping):
+        tree = deepcopy(dict(config))
+    elif isinstance(config, str | Path):
+        tree, problems = read_yaml(str(config))
+    elif config is not None:
+        problems.append(
+            f"config of type {type(config).__name__} is not valid: a Config, the path of a YAML "
+            "file or a mapping of sections is expected. Name sections: run={'name': 'demo'}"
+        )
+    for name, value in {**(overrides or {}), **sections}.items():
+        if isinstance(value, Mapping) and "." not in name:
+            changes |= {f"{name}.{field}": each for field, each in value.items()}
+        else:
+            changes[name] = value
+    for field, value in changes.items():
         reading.put(tree, field, value, problems)
     return from_dict(tree, problems, kind)
 
 
-@overload
 def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), *, kind: type[Described]
-) -> Described: ...
-
-
-@overload
-def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
-) -> RunConfig: ...
-
-
-def from_dict(
-    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[RunConfig] | None = None
-) -> RunConfig:
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[Described] | None = None
+) -> Described:
     """Make a config of a nested mapping of sections and fields.
 
     `problems` are those found before; they are raised together with new ones.
@@ -131,7 +128,7 @@ def from_dict(
     if kind is not None and task is not None and named is not kind:
         line = f"task={task} is for another command: this command runs {kind.MODULE}. "
         raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
-    return reading.check(kind or named, tree, problems)
+    return reading.check(kind or cast(type[Described], named), tree, problems)
 
 
 def fields(kind: type[RunConfig] = Config) -> dict[str, str]:

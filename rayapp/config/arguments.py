@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import overload
 
 import fire
 
-from rayapp.config import KINDS, ConfigError, Described, RunConfig, fields, load
+from rayapp.config import KINDS, ConfigError, Described, fields, load
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -26,19 +25,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(paths), dict(overrides)
 
 
-@overload
-def read(argv: Sequence[str], options: Mapping[str, str]) -> tuple[RunConfig, dict[str, str]]: ...
-
-
-@overload
 def read(
-    argv: Sequence[str], options: Mapping[str, str], kind: type[Described]
-) -> tuple[Described, dict[str, str]]: ...
-
-
-def read(
-    argv: Sequence[str], options: Mapping[str, str], kind: type[RunConfig] | None = None
-) -> tuple[RunConfig, dict[str, str]]:
+    argv: Sequence[str], options: Mapping[str, str], kind: type[Described] | None = None
+) -> tuple[Described, dict[str, str]]:
     """Read a config and the command's own options.
 
     `options` holds each option's default. `kind` is the class of the config; None takes it from
@@ -58,7 +47,7 @@ def read(
     problems += _unknown(own, options)
     rest = {name: value for name, value in overrides.items() if _of_config(name)}
     try:
-        config: RunConfig = load(paths[0] if paths else None, rest, kind)
+        config = load(paths[0] if paths else None, rest, kind)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:

@@ -85,7 +85,7 @@ def _auto_as_none(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() == "auto" else value
 
 
-def _none_as_auto(value: float | None) -> int | float | str:
+def _none_as_auto(value: Any) -> Any:
     return "auto" if value is None else value
 
 
@@ -103,12 +103,19 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(comma_list)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_list)]
 Code = Annotated[str, Field(pattern=CODE_PATTERN)]
 OptionalCode = Annotated[Code | None, BeforeValidator(none_or)]
+Steps = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:[1-9][0-9]{0,8}$")]
+StepSlice = Annotated[Steps | None, BeforeValidator(none_or)]
 Codes = Annotated[tuple[Code, ...], BeforeValidator(comma_list)]
 Trackers = Annotated[
     tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(comma_list)
 ]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AutoBool = Annotated[
+    bool | None,
+    BeforeValidator(_auto_as_none, json_schema_input_type=bool | Literal["auto"]),
+    PlainSerializer(_none_as_auto),
+]
 AutoInt = Annotated[
     int | None,
     BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"]),

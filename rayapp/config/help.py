@@ -21,7 +21,7 @@ from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
 INDENT = " " * 8
-AUTO = ("micro_batch", "router_loss")  # None is written as `auto`
+AUTO = ("compile", "micro_batch", "router_loss")  # None is written as `auto`
 NAMES = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 LIMITS = {Ge: ("ge", "from"), Gt: ("gt", "above"), Le: ("le", "to"), Lt: ("lt", "below")}
 

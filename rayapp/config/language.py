@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
+    AutoBool,
     AutoFloat,
     AutoInt,
     Beta,
@@ -26,8 +27,8 @@ from rayapp.config.fields import (
 )
 from rayapp.config.lora import Lora
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
-from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
 from rayapp.config.sections import Eval as SharedEval
+from rayapp.config.sections import RunConfig, indivisible
 from rayapp.config.tasks import Tasks
 from rayapp.config.text import shown
 
@@ -120,29 +121,16 @@ class Data(Section):
 class Train(TrainSection):
     tokens_per_step: int = Field(default=16_384, ge=8)
     """Global batch in tokens (padding included): rows per optimizer step times seq_len."""
-    micro_batch: AutoInt = Field(default=8, ge=1)
+    micro_batch: AutoInt = Field(default=None, ge=1)
     """Rows per forward and backward pass on one worker. auto: the largest number that the plan
     expects to fit into memory; it is halved after a step that runs out of memory."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit: AdamW with 8-bit moments (torchao). muon: Muon for the matrices of the blocks and
     AdamW for all other parameters, with the same lr."""
-    max_steps: OptionalInt = Field(default=None, ge=0)
-    """Number of optimizer steps; none: computed from epochs."""
-    epochs: OptionalInt = Field(default=None, ge=1)
-    """Passes over the data if max_steps is none; if both are none, 1 pass."""
     lr: float = Field(default=3e-4, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(default=0.1, ge=0, le=1)
     """Final learning rate of the cosine, linear and wsd schedules, as a fraction of lr, 0-1."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate schedule after warm-up. wsd: stay at the peak, then decay at the end."""
-    decay: float = Field(default=0.2, gt=0, le=1)
-    """Fraction of the steps, 0-1, over which the wsd schedule decays."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps of linear warm-up from a learning rate of 0."""
-    schedule_from: int = Field(default=0, ge=0)
-    """Step at which the schedule begins. When you extend a run, this gives the remaining steps a
-    schedule with its own warm-up and end."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
     freeze: Texts = ()
@@ -159,19 +147,14 @@ class Train(TrainSection):
     router_loss: AutoFloat = Field(default=None, ge=0)
     """Weight of the experts' load-balancing loss in the objective; not in the displayed loss. auto:
     router_aux_loss_coef of config.json, whatever output_router_logits is. 0: no such loss."""
-    on_spike: Literal["none", "skip", "stop"] = "none"
-    """Action if the loss of a step is a spike, NaN or infinite. none: only NaN or infinity ends the
-    run. skip: discard the update; 8 similar high losses in a row become the new normal; 16 such
-    steps in a row end the run. stop: end the run at once. skip and stop log the step's rows."""
-    spike_sigmas: float = Field(default=6.0, gt=0)
-    """A loss this many standard deviations above the mean of the last 64 steps is a spike."""
     grad_clip: OptionalFloat = Field(default=1.0, gt=0)
     """Clip the gradient to this global norm; none: do not clip."""
     precision: Literal["auto", Precision] = "auto"
     """Compute precision; weights, gradient sums and optimizer state stay fp32. auto: bf16 if a
     short measurement finds it faster, else fp32. fp8: matmuls of the blocks, on GPUs with fp8."""
-    compile: bool = False
-    """Compile the transformer blocks with torch.compile, once for all of them."""
+    compile: AutoBool = None
+    """Compile the transformer blocks with torch.compile, once for all of them, and the loss. auto:
+    if the run is long enough for compiled steps to save more time than the compilation takes."""
     loss: OptionalCode = None
     """`mypackage.module:function` that computes the loss of each token from its logits; it replaces
     the cross-entropy, which remains the displayed loss (docs/own_code.md)."""
@@ -183,8 +166,9 @@ class Train(TrainSection):
 
 
 class Parallel(Section):
-    strategy: Strategy = "full_shard"
-    """What FSDP shards; the names are PyTorch's."""
+    strategy: Literal["auto", Strategy] = "auto"
+    """What FSDP shards; the names are PyTorch's. auto: the fastest strategy that the plan expects
+    to fit into memory."""
     replicas: OptionalInt = Field(default=None, ge=1)
     """Number of model replicas for hybrid_shard; none: one per node."""
     activation_checkpointing: Checkpointing = "none"
@@ -219,14 +203,7 @@ class Config(RunConfig):
         "model.path",
         "model.tokenizer",
     )
-    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
-        "data.workers",
-        "train.micro_batch",
-        "train.on_spike",
-        "train.spike_sigmas",
-        "eval.tasks.",
-    )
-    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
+    RESUME_SAFE = (*RunConfig.RESUME_SAFE, "train.micro_batch", "eval.tasks.")
 
     model: Model = Model()
     data: Data = Data()
@@ -244,6 +221,11 @@ class Config(RunConfig):
         """Rows of a micro-batch; `auto` must have been replaced by a number."""
         assert self.train.micro_batch is not None, "train.micro_batch=auto is not chosen yet"
         return self.train.micro_batch
+
+    @property
+    def strategy(self) -> Strategy:
+        """What FSDP shards; full_shard where nothing has replaced `auto`."""
+        return "full_shard" if self.parallel.strategy == "auto" else self.parallel.strategy
 
     @property
     def micro_batches_per_step(self) -> int:

@@ -8,16 +8,22 @@ All problems are reported at once: those of single fields, and conflicts among t
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from typing_extensions import TypeVar
 
 from rayapp.config.fields import none_or
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import flatten, shown
 
-Described = TypeVar("Described", bound=RunConfig)
+# Where Ray unpacks a job's working_dir; the name is a digest of all that is in it.
+PACKAGE = re.compile(r'/[^"]*/_ray_pkg_\w+/')
+
+Described = TypeVar("Described", bound=RunConfig, default=RunConfig)
 
 
 class ConfigError(ValueError):
@@ -74,10 +80,13 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
 
     A run may be resumed with other values of `cluster`, `checkpoint`, `run.storage`,
     `run.trackers`, `run.hooks`, `run.max_usd`, `run.max_hours` and the fields in `RESUME_SAFE`:
-    none of them changes what is trained. Where `new` is not `settled`, fields that it leaves at
-    `auto` are not compared.
+    none of them changes what is trained, nor does the folder of a Ray job's package. Where `new`
+    is not `settled`, fields that it leaves at `auto` are not compared.
     """
-    before, after = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    before, after = (
+        flatten(json.loads(PACKAGE.sub("", json.dumps(config.model_dump(mode="json")))))
+        for config in (old, new)
+    )
     of_the_run = ("run.storage", "run.trackers", "run.hooks", "run.max_usd", "run.max_hours")
     free = ("cluster.", "checkpoint.", *of_the_run, *new.RESUME_SAFE)
     return [
@@ -167,6 +176,7 @@ _WHY = {  # type of pydantic's error, or field -> reason
     "run.name": "it must be letters, digits, '.', '_' or '-', 63 at most, a letter or digit first",
     "data.format": "it must be one of these, or module:function",
     "cluster.workers": "it must be N or MIN:MAX",
+    "train.profile_steps": "it must be FIRST:END, numbers of steps from 1 on",
 }
 
 

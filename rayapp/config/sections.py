@@ -68,7 +68,7 @@ class Eval(Section):
 
 
 class Cluster(Section):
-    workers: Workers = Field(default="2", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
+    workers: Workers = Field(default="1", pattern=r"^[0-9]{1,6}(:[0-9]{1,6})?$")
     """Number of training workers: `4`, or `2:8` for an elastic number."""
     gpu: Gpu = "auto"
     """Use one GPU per worker; auto: if the cluster has GPUs."""
@@ -136,6 +136,7 @@ class Origin:
         return self.run if self.step is None else f"{self.run}@{self.step}"
 
 
+MOST_PROFILED = 20  # steps
 # What may change where a run is made longer.
 SCHEDULE = (
     "train.max_steps",
@@ -156,10 +157,11 @@ class RunConfig(Section):
     """The module of the command that runs it."""
     PATH_FIELDS: ClassVar[tuple[str, ...]]
     """Fields that may name files of this machine."""
-    RESUME_SAFE: ClassVar[tuple[str, ...]] = ()
+    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
+        *("data.workers", "train.on_spike", "train.spike_sigmas", "train.profile_steps"),
+    )
     """Fields that may change between two commands that are the same run, beside the driver's."""
-
-    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = ()
+    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
     """Fields with which a run may be made longer, where `growth_problem` finds nothing wrong."""
 
     ABSENT: ClassVar[Mapping[str, str]] = {}
@@ -201,6 +203,12 @@ class RunConfig(Section):
                 ("parallel.replicas", "parallel.strategy"),
                 f"parallel.replicas={parallel.replicas} is ineffective: only hybrid_shard "
                 "has replicas. Set parallel.strategy=hybrid_shard or parallel.replicas=none",
+            )
+        if train.profile_steps is not None and not 0 < len(train.profiled) <= MOST_PROFILED:
+            yield (
+                ("train.profile_steps",),
+                f"train.profile_steps={train.profile_steps} is not possible: it must be FIRST:END, "
+                f"without END, of 1 to {MOST_PROFILED} steps. Set e.g. train.profile_steps=20:23",
             )
         if cluster.min_workers < 1 or cluster.min_workers > cluster.max_workers:
             yield (

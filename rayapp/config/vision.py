@@ -18,7 +18,7 @@ from rayapp.config.fields import (
     mapping,
 )
 from rayapp.config.optimizers import ImageOptimizerName, TrainSection
-from rayapp.config.sections import SCHEDULE, RunConfig, indivisible
+from rayapp.config.sections import RunConfig, indivisible
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ImageStrategy = Literal["ddp", "full_shard", "shard_grad_op", "hybrid_shard"]
@@ -90,23 +90,10 @@ class ImageTrain(TrainSection):
     """Images per forward and backward pass on one worker; also the batch of batch-norm."""
     optimizer: ImageOptimizerName = "sgd"
     """lars: SGD with a learning rate per layer, for large batches."""
-    max_steps: OptionalInt = Field(default=None, ge=0)
-    """Number of optimizer steps; none: computed from epochs."""
-    epochs: OptionalInt = Field(default=None, ge=1)
-    """Passes over the data if max_steps is none; if both are none, 1 pass."""
     lr: float = Field(default=0.1, gt=0)
     """Peak learning rate."""
     min_lr: Share = 0.0
     """Final learning rate of the cosine, linear and wsd schedules, as a fraction of lr, 0-1."""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate schedule after warm-up. wsd: stay at the peak, then decay at the end."""
-    decay: float = Field(default=0.2, gt=0, le=1)
-    """Fraction of the steps, 0-1, over which the wsd schedule decays."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps of linear warm-up from a learning rate of 0."""
-    schedule_from: int = Field(default=0, ge=0)
-    """Step at which the schedule begins. When you extend a run, this gives the remaining steps a
-    schedule with its own warm-up and end."""
     momentum: Beta = 0.9
     """Momentum of sgd (Nesterov's) and lars."""
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(comma_list)] = (0.9, 0.999)
@@ -118,12 +105,6 @@ class ImageTrain(TrainSection):
     ema: float = Field(default=0.0, ge=0, lt=1)
     """Decay per step of the moving average of the weights; the average is evaluated and exported.
     0: no average."""
-    on_spike: Literal["none", "skip", "stop"] = "none"
-    """Action if the loss of a step is a spike, NaN or infinite. none: only NaN or infinity ends the
-    run. skip: discard the update; 8 similar high losses in a row become the new normal; 16 such
-    steps in a row end the run. stop: end the run at once. skip and stop log the step's rows."""
-    spike_sigmas: float = Field(default=6.0, gt=0)
-    """A loss this many standard deviations above the mean of the last 64 steps is a spike."""
     grad_clip: OptionalFloat = Field(default=None, gt=0)
     """Clip the gradient to this global norm; none: do not clip."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -150,13 +131,7 @@ class VisionConfig(RunConfig):
 
     MODULE: ClassVar[str] = "rayapp.vision"
     PATH_FIELDS: ClassVar[tuple[str, ...]] = ("data.path", "data.eval_path", "model.path")
-    RESUME_SAFE: ClassVar[tuple[str, ...]] = (
-        "data.workers",
-        "data.count",
-        "train.on_spike",
-        "train.spike_sigmas",
-    )
-    EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
+    RESUME_SAFE = (*RunConfig.RESUME_SAFE, "data.count")
     ABSENT: ClassVar[Mapping[str, str]] = {
         "model.init_from": "a classifier starts from an exported folder, which contains the "
         "batch-norm statistics and the averaged weights. Set model.path=RUN/model",

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.data import prepared
+from rayapp.data.kinds import takes_template
 from rayapp.data.packing import IGNORE
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe.records import Sections
@@ -46,7 +47,7 @@ def probes_of(
     """
     prompts: Any = sections.get("eval", {}).get("prompts") or []
     kind = sections.get("data", {}).get("kind")
-    chat = kind == "chat" and bool(tokenizer.chat_template)
+    chat = takes_template(str(kind)) and bool(tokenizer.chat_template)
     ends = [] if kind == "text" else [up_to_end(*each, stops) for each in _documents(run)]
     turns = [ids for ids in ends if ids and len(ids) <= LONGEST][:MOST]
     if not prompts and not chat and not turns:

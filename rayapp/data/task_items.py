@@ -8,7 +8,7 @@ task.items[0].wanted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -65,12 +65,7 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         found = first_records.inspect(task.path, source, "auto", 0.0)
         if found.problems:
             return None, [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
-        every = [
-            record
-            for unit in sources.units(source, 0.0)
-            for piece in unit.pieces
-            for record in shapes.read_records(source, piece, found.kind, {})
-        ]
+        every = list(standard_records(source, found.kind, {}))
     except (sources.SourceError, StorageError) as error:
         text = str(error)
         text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
@@ -106,6 +101,27 @@ def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, 
     return TaskItems(found.name, found.task, items), []
 
 
+def standard_records(
+    source: sources.DataSource, kind: RecordKind, columns: Mapping[str, str]
+) -> Iterator[sources.Record]:
+    """Yield all records of a source as standard ones of a kind."""
+    for unit in sources.units(source, 0.0):
+        for piece in unit.pieces:
+            yield from shapes.read_records(source, piece, kind, columns)
+
+
+def questions_of(record: Mapping[str, Any], kind: RecordKind) -> Iterator[tuple[str, ...]]:
+    """Yield the texts before each answer of a valid record, without the system's."""
+    if kind == "prompt":
+        yield (str(record["prompt"]).strip(),)
+    said: tuple[str, ...] = ()
+    for message in messages_of(record, kind):
+        if message["role"] == "assistant":
+            yield said
+        if message["role"] != "system":
+            said = (*said, said_by(message).strip())
+
+
 def _unusable(what: str, places: list[str], problems: list[str | None]) -> list[str]:
     wrong = [(place, why) for place, why in zip(places, problems, strict=True) if why]
     if not wrong:
@@ -127,14 +143,18 @@ def _item(record: Mapping[str, Any], kind: RecordKind, document: Document) -> It
     last = int(np.flatnonzero(document.loss)[-1])
     first = last - int(np.argmin(np.append(document.loss[:last][::-1], False)))
     tokens = document.tokens.tolist()
+    asked, wanted = asked_and_wanted(record, kind)
+    return Item(asked, wanted, tuple(tokens[:first]), tuple(tokens[first : last + 1]))
+
+
+def asked_and_wanted(record: Mapping[str, Any], kind: RecordKind) -> tuple[str, str]:
+    """Return the prompt or the last message before the answer, and the answer, of an item."""
     match kind:
         case "text":
             raise AssertionError("read_records refuses texts, which have no answers")
         case "prompt":
-            asked, wanted = record["prompt"], record["completion"]
+            return record["prompt"], record["completion"]
         case "chat":
             *before, answer = record["messages"]
-            asked, wanted = said_by(before[-1]) if before else "", said_by(answer)
-        case _:
-            assert_never(kind)
-    return Item(asked, wanted, tuple(tokens[:first]), tuple(tokens[first : last + 1]))
+            return said_by(before[-1]) if before else "", said_by(answer)
+    assert_never(kind)

@@ -107,6 +107,6 @@ class Validator:
 
 
 def _validate(spec: AnySpec, name: str, step: int) -> Validation:
-    from rayapp.train.validation import validate
+    from rayapp.train.rank import validate
 
     return validate(spec, name, step)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rayapp import config as configs
 from rayapp import planner
-from rayapp.config import ConfigError, Run, RunConfig
+from rayapp.config import ConfigError, Described, Run, RunConfig
 from rayapp.config.text import user_folder
 from rayapp.driver.budget import budget_problems
 from rayapp.driver.growth import growth_problem
@@ -29,6 +29,21 @@ def absolute_path(path: str | None) -> str | None:
     expanded = os.path.join(user_folder(), os.path.expanduser(path))
     marked = any(mark in path for mark in "*?[")
     return os.path.abspath(expanded) if marked or os.path.exists(expanded) else path
+
+
+def absolute(config: Described, names: Mapping[str, Collection[str]]) -> Described:
+    """Make local paths absolute, because the workers have another working folder.
+
+    `names` are values of a field that are no paths, even if a folder here has such a name.
+    """
+    sections: dict[str, Any] = {"run": absolute_run(config.run)}
+    for path in config.PATH_FIELDS:
+        section, _, field = path.partition(".")
+        before = sections.get(section, getattr(config, section))
+        if (value := getattr(before, field)) not in names.get(path, ()):
+            before = before.model_copy(update={field: absolute_path(value)})
+        sections[section] = before
+    return config.model_copy(update=sections)
 
 
 def absolute_run(run: Run) -> Run:

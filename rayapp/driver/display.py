@@ -24,7 +24,7 @@ from rayapp.config.fields import TOKENS, unit_of
 from rayapp.observe.figures import label, shown, text
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
-from rayapp.observe.run_folder import DONE, REPORT
+from rayapp.observe.run_folder import DONE, PROFILES, REPORT
 from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
 
 LINE_EVERY_S = 5.0
@@ -180,6 +180,8 @@ def result(console: Console, result: RunResult) -> None:
             f"rate one every {clock(checkpoint['best_every_s'])} costs the least"
         )
     say(f"results in {result['run']}")
+    if result.get("profiles"):
+        say(f"profile in {result['run']}/{PROFILES}: {', '.join(result['profiles'])}")
     if result.get("model_path"):
         say(f"model in {result['model_path']}")
     for line in next_steps(result):

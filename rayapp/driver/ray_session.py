@@ -255,6 +255,26 @@ def uses_gpus(config: RunConfig) -> bool:
     return ray.cluster_resources().get("GPU", 0) >= 1
 
 
+def started_here() -> bool:
+    """Say whether this process has started the Ray that it uses, on this machine."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    return node is not None and bool(node.is_head())
+
+
+def threads(workers: int) -> dict[str, str]:
+    """Return the variable that gives each of so many workers its share of this machine's cores.
+
+    On a cluster it is empty: Ray gives a worker as many threads as CPUs (cluster.resources).
+    """
+    import torch
+
+    if not started_here():
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // workers))}
+
+
 def fastest_precision(gpus: bool) -> str:
     """Return the precision of `auto`: bf16 if all GPUs have it; on CPUs the faster by a test."""
     return "bf16" if (gpus_have_bf16() if gpus else _bf16_is_faster()) else "fp32"

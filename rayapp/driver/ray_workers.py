@@ -9,13 +9,14 @@ with workers.asked_for():
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
-from rayapp.driver.ray_session import end_workers, uses_gpus
+from rayapp.driver.ray_session import end_workers, threads, uses_gpus
 from rayapp.observe.clock import CLOCK, Call
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import RAY
@@ -33,6 +34,9 @@ CPU_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
 }
+# Else memory that was freed in blocks of other sizes cannot be used.
+GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Attempt(Protocol):
@@ -117,6 +121,13 @@ def entry(spec: AnySpec) -> Callable[[], Summary]:
     return train
 
 
+def environment(gpus: bool, workers: int) -> dict[str, str]:
+    """Return the variables of the workers; of GPUs' allocator only where the user sets none."""
+    of_gpus = {} if os.environ.keys() & ALLOCATOR else GPU_ENVIRONMENT
+    own = of_gpus if gpus else CPU_ENVIRONMENT | threads(workers)
+    return {"TOKENIZERS_PARALLELISM": "false", **own}
+
+
 def ray_storage(url: str) -> tuple[Any, str]:
     """Return Arrow's file system of a folder, None for a local one, and the path in it.
 
@@ -160,9 +171,7 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
             logging_config=kit.LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={
-                "env_vars": {"TOKENIZERS_PARALLELISM": "false", **({} if gpus else CPU_ENVIRONMENT)}
-            },
+            worker_runtime_env={"env_vars": environment(gpus, workers)},
         ),
         datasets={"train": spec.first_step},
         dataset_config=ExactOrder(spec.stream),

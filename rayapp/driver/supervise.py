@@ -272,7 +272,7 @@ class _Supervisor:
         Workers that take steps answer a STOP themselves. Before the first step they may be loading,
         compiling or waiting for rows, and have nothing to save: they are ended after ANSWER_S.
         """
-        clock, lease = self.clock, self.command.lease
+        lease = self.command.lease
         poll = _FolderPoll(self)
         stale = None
         while not attempt.wait(POLL_S):
@@ -288,10 +288,9 @@ class _Supervisor:
             if line := poll.take():
                 self.bar.update(line)
                 self.phases.begin(TRAINING, self.bar.summary(line))
-            now = clock.monotonic()
-            if not poll.stepped and poll.asked_at is not None and now - poll.asked_at >= ANSWER_S:
+            if poll.unanswered:
                 attempt.end()
-                poll.asked_at = now
+                poll.asked_at, poll.unanswered = None, False
         while not poll.finish():
             lease.check()
         return stale
@@ -309,6 +308,8 @@ class _FolderPoll:
         self._taken = False  # config.yaml and plan.json are of this command
         self.asked_at: float | None = None
         """The clock's seconds at which a stop was seen before the first step."""
+        self.unanswered = False
+        """Whether a read that began ANSWER_S later saw no step either."""
         self._every_s = POLL_S if self._command.run.local_path() else S3_POLL_S
         self._at = self._command.clock.monotonic()
         self._call: Call[None] | None = Call(self._command.clock, self._begin, "look")
@@ -337,6 +338,7 @@ class _FolderPoll:
         self._before = _last_line(self._command.run)
 
     def _read(self) -> None:
+        began = self._command.clock.monotonic()
         self._command.check_budget()
         line = _last_line(self._command.run)
         if line is not None and line != self._before:
@@ -344,8 +346,10 @@ class _FolderPoll:
             self.stepped = True
             self._command.journal.saw(line)
             self._take()
-        elif not self.stepped and self.asked_at is None and self._command.stop.asked():
-            self.asked_at = self._command.clock.monotonic()
+        elif not self.stepped and self._command.stop.asked():
+            if self.asked_at is None:
+                self.asked_at = self._command.clock.monotonic()
+            self.unanswered = began - self.asked_at >= ANSWER_S
         if self._validator is not None:
             self._validator.poll()
         self._command.logs.refresh()

@@ -9,7 +9,7 @@ torch and Ray are imported.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.finetune.run import RunFailed, finetune
+    from rayapp.finetune.prepared_run import RunFailed, finetune
 
 __all__ = ["RunFailed", "finetune"]
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
         from rayapp.driver.ray_session import tell_ray
 
         tell_ray()
-        from rayapp.finetune import run
+        from rayapp.finetune import prepared_run
 
-        return getattr(run, name)
+        return getattr(prepared_run, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,11 +24,12 @@ from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
 from rayapp.driver.growth import schedule_problem
 from rayapp.driver.ray_session import fastest_precision
+from rayapp.finetune import auto
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
-from rayapp.planner.trained import is_made, tokenizer_of, tokens_of, vocabulary_of
+from rayapp.planner.trained import is_made, length_problem, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.planning import forecast
@@ -68,6 +69,8 @@ class CheckedLanguageRun(command.CheckedRun):
     tasks: tuple[TaskRecords, ...] = ()
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests of the user's code that changes what is trained, by config field."""
+    auto: tuple[str, ...] = ()
+    """The fields of train that the command leaves at `auto`."""
 
     @property
     def parts(self) -> dict[str, object]:
@@ -81,35 +84,17 @@ class CheckedLanguageRun(command.CheckedRun):
 
 
 def absolute(config: Config) -> Config:
-    """Make local paths absolute, because the workers have another working folder."""
+    """Make local paths absolute, those of a mixture and of tasks too; see `checks.absolute`."""
     local = checks.absolute_path
-    data = config.data.model_copy(
-        update={
-            "path": local(config.data.path),
-            "mixture": {str(local(path)): share for path, share in config.data.mixture.items()},
-            "eval_path": local(config.data.eval_path),
-            "chat_template": _absolute_template(config.data.chat_template),
-        }
-    )
-    model_section = config.model.model_copy(
-        update={"path": local(config.model.path), "tokenizer": local(config.model.tokenizer)}
-    )
+    config = checks.absolute(config, {"data.chat_template": (templates.CHATML, templates.TRAINING)})
+    mixture = {str(local(path)): share for path, share in config.data.mixture.items()}
     tasks = {
         name: task.model_copy(update={"path": local(task.path)})
         for name, task in config.eval.tasks.items()
     }
-    return config.model_copy(
-        update={
-            "run": checks.absolute_run(config.run),
-            "data": data,
-            "model": model_section,
-            "eval": config.eval.model_copy(update={"tasks": tasks}),
-        }
-    )
-
-
-def _absolute_template(name: str | None) -> str | None:
-    return name if name in (templates.CHATML, templates.TRAINING) else checks.absolute_path(name)
+    data = config.data.model_copy(update={"mixture": mixture})
+    evaluation = config.eval.model_copy(update={"tasks": tasks})
+    return config.model_copy(update={"data": data, "eval": evaluation})
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -140,7 +125,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     if len(inputs) == 1:
         fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
         config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
-    shape = _shape(base, config, tokenizer)
+    ids = None if tokenizer is None else tokens.num_ids(tokenizer)
+    shape = model_shape(base, config, ids)
     if problem := checks.plan_problem(config, lambda each: forecast(each, shape)):
         raise ConfigError([problem])
     if wrong := code_problems(config, shape):
@@ -158,22 +144,21 @@ def _as_begun(entry: Input, run: Storage) -> Input:
 
 
 def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
-    """Replace train.precision=auto by a precision, and check the techniques on that device.
+    """Replace train.precision=auto, take what a begun run keeps, check the techniques there.
 
     Raises:
         ConfigError: the workers cannot do what is asked.
     """
-    config = ready.config
+    config = auto.as_begun(ready.config, ready.run)
     if config.train.precision == "auto":
         fields = {"precision": fastest_precision(gpus)}
         config = config.model_copy(update={"train": config.train.model_copy(update=fields)})
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
-    return replace(ready, config=config)
-
-
-def _shape(base: model.ModelSource, config: Config, tokenizer: Any) -> Any:
-    return model_shape(base, config, None if tokenizer is None else tokens.num_ids(tokenizer))
+    left = [
+        name for name in ("micro_batch", "compile") if getattr(ready.config.train, name) is None
+    ]
+    return replace(ready, config=config, auto=tuple(left))
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -291,13 +276,9 @@ def _tokenizer(
     config: Config, base: model.ModelSource, kinds: set[RecordKind], problems: list[str]
 ) -> Any:
     """Return the tokenizer, None if it is still to be made; check that it fits model and data."""
-    limit: Any = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    limit = config.model.overrides.get("max_position_embeddings", limit)
-    if limit and config.data.seq_len > limit:
-        problems.append(
-            f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} "
-            f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
-        )
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if problem := length_problem(config, limit):
+        problems.append(problem)
     name = config.model.tokenizer or config.model.path
     if is_made(tokenizer_of(config, 0, base.preset)):
         if problem := vocabulary_problem(config, base, None):
@@ -309,9 +290,9 @@ def _tokenizer(
     except BaseException as error:  # tokenizers' panics are no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
         problems.append(
-            f"model.tokenizer={name} is not a tokenizer: {why:.300}. Copy "
+            f"model.tokenizer={name} is not a tokenizer: {why}. Copy "
             "its tokenizer.json and tokenizer_config.json anew, or set bpe:4096 to train one"
         )
         return None

@@ -134,7 +134,6 @@ def _opened(spec: LanguageSpec, parts: Parts, folder: Storage, stack: ExitStack)
 
     path = local_copy(folder, stack)
     base = local_copy(parts.source.folder, stack) if _is_adapter(spec) else path
-    transformers.logging.disable_progress_bar()
     hf = transformers.AutoModelForCausalLM.from_pretrained(
         base, dtype=compute_dtype(spec.config), trust_remote_code=False
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import TorchDynamoException
 
 from rayapp import model
 from rayapp.config import Config
@@ -54,6 +55,7 @@ class OutputHead:
             chunk=train.loss_chunk,
             z_loss=train.z_loss,
             label_smoothing=train.label_smoothing,
+            compiled=bool(train.compile),
         )
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
@@ -131,7 +133,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
     model.shard(
         lm,
         _mesh(config, device),
-        strategy=parallel.strategy,
+        strategy=config.strategy,
         param_dtype=None if compute == torch.float32 else compute,
         cpu_offload=parallel.cpu_offload,
     )
@@ -161,9 +163,9 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
 
 def _mesh(config: Config, device: torch.device) -> Any:
     parallel = config.parallel
-    hybrid = parallel.strategy == "hybrid_shard"
+    hybrid = config.strategy == "hybrid_shard"
     replicas = (parallel.replicas or model.num_nodes()) if hybrid else 1
-    return model.device_mesh(device.type, strategy=parallel.strategy, replicas=replicas)
+    return model.device_mesh(device.type, strategy=config.strategy, replicas=replicas)
 
 
 def exact_base(config: Config, parts: Parts, device: torch.device) -> model.LanguageModel | None:
@@ -179,7 +181,7 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
     shape = model_shape(source, config, tokens.num_ids(parts.tokenizer))
     base = model.build(shape, loss=model.no_loss, dtype=stored, attention="eager")
     mesh = _mesh(config, device)
-    model.shard(base, mesh, strategy=config.parallel.strategy, cpu_offload=True)
+    model.shard(base, mesh, strategy=config.strategy, cpu_offload=True)
     model.load_weights(base, source, device, new=_new_tokens(config, source, parts.tokenizer))
     if source.adapter is not None and config.model.adapter == "merge":
         model.merge_adapters(base, source.adapter)
@@ -204,13 +206,23 @@ def compile_gain(
 ) -> model.CompileGain | None:
     """Measure what compiling a block gains on this rank's first rows; rank 0 prints it.
 
-    Returns None if train.compile is off or there are no steps.
+    Returns None if train.compile is off, there are no steps, or `auto` has chosen to compile and
+    this machine cannot, e.g. without a C++ compiler: the blocks then stay eager.
     """
     if not spec.config.train.compile or not spec.order.num_steps:
         return None
     rank = dist.get_rank()
     rows = step_rows(spec.data.rows("train"), spec.order, 0, rank, dist.get_world_size())
-    gain = model.measure_compile(parts.lm, inputs(rows, 0, device))
+    try:
+        gain = model.measure_compile(parts.lm, inputs(rows, 0, device))
+    except TorchDynamoException as error:
+        if "compile" not in spec.auto:
+            raise
+        torch.compiler.set_stance("force_eager")
+        if rank == 0:
+            why = str(error).strip().splitlines()[0]
+            print(f"compile: not possible here, and so slower: {why}", flush=True)
+        return None
     if rank == 0:
         print(gain, flush=True)
     return gain

@@ -44,7 +44,7 @@ def plan(
         trained += f", {whole if lora is None else lora.name}"
     lines = {
         "model": f"{config.model.path}: {parameters:,} parameters ({trained}), "
-        f"{config.parallel.strategy}, {train.precision}",
+        f"{config.strategy}, {train.precision}",
         "data": f"{counts['documents']:,} documents, {counts['tokens']:,} tokens -> "
         f"{counts['rows']:,} rows of {seq_len} ({report['fill']:.1%} full, "
         f"{report['loss_share']:.1%} bear loss); held out {report['eval']['documents']:,} "
@@ -59,6 +59,11 @@ def plan(
         f"{epochs:.2f} epochs",
     }
     lines |= _ways(config, prepared, order)
+    if idle := per_worker * workers - micro_batches:
+        lines["idle"] = (
+            f"{idle} of {workers} workers have no rows for their last micro-batch. "
+            f"Set {_without_idle(rows, workers, data.seq_len)}"
+        )
     if report["bad"]:
         lines["bad rows"] = (
             f"{sum(report['bad'].values()):,} of {report['records']:,}: "
@@ -70,6 +75,17 @@ def plan(
         fact(console, label, text)
         if label == "model" and (warning := random_weights(config)):
             console.print(f"{'':14} [yellow]{escape(warning)}[/yellow]", soft_wrap=True)
+
+
+def _without_idle(rows: int, workers: int, seq_len: int) -> str:
+    """Return what to set so that all workers have the same number of micro-batches.
+
+    >>> _without_idle(8, 2, 512), _without_idle(3, 2, 512)
+    ('train.micro_batch=4', 'train.tokens_per_step=2048')
+    """
+    if rows % workers == 0:
+        return f"train.micro_batch={rows // workers}"
+    return f"train.tokens_per_step={-(-rows // workers) * workers * seq_len}"
 
 
 def _ways(config: Config, prepared: Prepared, order: Order) -> dict[str, str]:

@@ -19,15 +19,17 @@ from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskItems, items_of
 from rayapp.data.templates import TRAINING
 from rayapp.data.token_rows import step_rows
+from rayapp.driver import command
 from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there
-from rayapp.finetune import micro_batch, plan_lines, preview, source_rows
-from rayapp.finetune.check import CheckedLanguageRun, Input
+from rayapp.finetune import auto, plan_lines, preview, source_rows
+from rayapp.finetune.check import CheckedLanguageRun, Input, check, settle
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.finetune.model_parts import model_shape
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
+from rayapp.observe.result import RunFailed as RunFailed
 from rayapp.observe.run_folder import METRICS, PLAN, PREPARED
 from rayapp.observe.status import read_plan
 from rayapp.order import Order, combine, fingerprint
@@ -57,10 +59,11 @@ def prepare(
     phases.end("data")
     phases.begin("planning")
     shape = model_shape(ready.model, config, tokens.num_ids(tokenizer))
-    auto = config.train.micro_batch is None
-    config = micro_batch.chosen(config, shape, ready.run, gpus, console)
     of_data = prepared.fingerprint, prepared.turn_rows
-    order = order_of(config, prepared, stages_of(ready.run, *of_data, config.rows_per_step))
+    stages = stages_of(ready.run, *of_data, config.rows_per_step)
+    order = order_of(config.with_micro_batch(1), prepared, stages)
+    config = auto.chosen(config, shape, ready.run, gpus, console, order.num_steps)
+    order = replace(order, micro_batch=config.micro_batch)
     check_order(ready.run, prepared, order)
     parameters, trainable, by_name = count_parameters(shape, config)
     there = on_what_is_there(config)
@@ -82,7 +85,7 @@ def prepare(
     plan_lines.records(console, plan["rendered"])
     plan_lines.ends(console, described(ends, config, tokenizer, stops))
     phases.end("plan")
-    spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, auto)
+    spec = RunSpec(KIND, config, prepared, order, ready.run.url, tokenizer_url, ready.auto)
     return replace(spec, tasks=tasks, system=plan["system"]), rest
 
 
@@ -333,3 +336,6 @@ def check_order(run: Storage, prepared: Prepared, order: Order) -> None:
                 "back to what they were, or another run.name"
             ]
         )
+
+
+finetune = command.Kind(check, settle, prepare, auto.after_failure).run

@@ -22,12 +22,14 @@ from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
 from rayapp.data.rendering import Renderer
 from rayapp.data.sources import Record, place_of
+from rayapp.data.task_items import asked_and_wanted, questions_of, standard_records
 from rayapp.finetune.check import CheckedLanguageRun, Input
 from rayapp.finetune.ends import described, ends_of
 from rayapp.observe.records import Rendered
 from rayapp.planner.trained import tokenizer_of
 
 SHOWN, CHARS = 2, 600  # documents of a source, and their characters, in a plan
+SEARCHED = 100_000  # records of a source, for the questions of eval.tasks
 SAMPLE_BYTES = 2**20  # of the texts that a tokenizer is trained on here; a run takes 16 MiB
 
 
@@ -96,6 +98,36 @@ class Preview:
                 for document in self.documents[:shown]
             ],
         }
+
+
+def task_previews(ready: CheckedLanguageRun) -> list[dict[str, Any]]:
+    """Return of each of eval.tasks which items tell little, by their places.
+
+    Of `empty` the wanted answer is empty; `trained` are asked in the first SEARCHED records of a
+    source, too.
+    """
+    asked = {
+        (task.name, place): list(questions_of(value, task.kind))[-1]
+        for task in ready.tasks
+        for place, value in task.records
+    }
+    every, trained, columns = {*asked.values()}, set[tuple[str, ...]](), ready.config.data.columns
+    for entry in ready.inputs:
+        if not every or entry.kind == "text":  # it has no questions
+            continue
+        for record in islice(standard_records(entry.source, entry.kind, columns), SEARCHED):
+            if record.problem is None and problem_of(record.value, entry.kind) is None:
+                trained |= every.intersection(questions_of(record.value, entry.kind))
+    return [
+        {
+            "name": task.name,
+            "path": task.task.path,
+            "items": len(task.records),
+            "empty": [p for p, v in task.records if not asked_and_wanted(v, task.kind)[1].strip()],
+            "trained": [place for place, _ in task.records if asked[task.name, place] in trained],
+        }
+        for task in ready.tasks
+    ]
 
 
 def preview(ready: CheckedLanguageRun) -> list[Preview]:

@@ -35,6 +35,7 @@ from rayapp.train.step_sync import CONTINUE
 from rayapp.train.waiting import leave_now
 
 SHOWN = 6  # items of each task in the result
+LEAST_ROOM = 8192
 Z = 1.96  # of an interval of 95 %
 RESAMPLES = 2000
 TOLERANCE = 1e-6  # of numbers, relative
@@ -131,7 +132,8 @@ def score_tasks(
 ) -> dict[str, float | None]:
     """Return each task's figure after so many steps; rank 0 keeps the items in the run's folder.
 
-    `room` is the most tokens of a forward pass of several items.
+    `room` is the most tokens of a forward pass of several items with a loss, whose logits take the
+    memory of a training step's. Answers are generated in passes of at least LEAST_ROOM tokens.
 
     Raises:
         Interrupted: the ranks have agreed to leave.
@@ -139,8 +141,10 @@ def score_tasks(
     scored, figures = list[ScoredItem](), dict[str, float | None]()
     for each in tasks:
         engine.phases.begin("scoring", each.name)
-        how = _losses if each.task.score == TASK_LOSS else partial(_answers, stops=stops)
-        found = how(each, parts, engine, room)
+        if each.task.score == TASK_LOSS:
+            found = _losses(each, parts, engine, room)
+        else:
+            found = _answers(each, parts, engine, max(room, LEAST_ROOM), stops=stops)
         scored += found
         figures[each.name] = _figure(each, found)["value"]
     if dist.get_rank() == 0:

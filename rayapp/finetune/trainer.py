@@ -34,6 +34,7 @@ from rayapp.finetune.model_parts import (
 )
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
+from rayapp.model.sharding import find_blocks
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures
@@ -57,9 +58,6 @@ from rayapp.train.waiting import leave_now
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
     """Build the model on the meta device, shard it, fill its shards and make the optimizers."""
     return LanguageTrainer(spec, device)
-
-
-LEAST_ROOM = 8192  # tokens of a forward pass without gradients
 
 
 class LanguageTrainer(Trainer):
@@ -103,7 +101,7 @@ class LanguageTrainer(Trainer):
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
                 "documents of a row see one another. Set data.pack=false"
             )
-        compute, compiled = compute_dtype(self.spec.config), self.spec.config.train.compile
+        compute, compiled = compute_dtype(self.spec.config), bool(self.spec.config.train.compile)
         slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
@@ -136,6 +134,7 @@ class LanguageTrainer(Trainer):
             record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
+            blocks=find_blocks(self.parts.lm.hf),
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)
@@ -169,7 +168,7 @@ class LanguageTrainer(Trainer):
             open_storage(self.spec.run_url),
             step,
             stops=self.generation.eos_token_id or (),
-            room=max(self.spec.config.micro_batch * self.spec.config.data.seq_len, LEAST_ROOM),
+            room=self.spec.config.micro_batch * self.spec.config.data.seq_len,
         )
 
     def samples(self, engine: Engine, num_tokens: int, seed: int | None = None) -> list[Sample]:
@@ -348,10 +347,8 @@ def export(
     """
     lora = spec.config.model.lora
     if lora is not None and lora.target_parameters and dist.get_rank() == 0:
-        print(
-            f"experts: {opened_by(parts.lm.hf.config.model_type, lora.target_parameters)}",
-            flush=True,
-        )
+        told = opened_by(parts.lm.hf.config.model_type, lora.target_parameters)
+        print(f"experts: {told}", flush=True)
     if lora is not None and spec.config.model.new_tokens and not lora.merge and not dist.get_rank():
         print(f"new tokens: {NEW_TOKENS}", flush=True)
     if lora is not None:

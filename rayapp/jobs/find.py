@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from rayapp.config import ConfigError, Run
-from rayapp.jobs.client import VARIABLES, JobError, JobsClient
+from rayapp.jobs.client import HERE, VARIABLES, JobError, JobsClient
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import find_named, runs_of
 from rayapp.observe.figures import figures
@@ -40,10 +40,15 @@ def located(run: str, *, storage: str | None = None, address: str | None = None)
         run = f"{storage.rstrip('/')}/{run}"
     elif "://" not in run and "/" not in run and not os.path.isdir(run):
         folder = None if address else local_storage()
-        if folder is not None and os.path.isdir(os.path.join(folder, run)):
+        if folder is None:
+            run, known = find_named(run, address)
+        elif os.path.isdir(os.path.join(folder, run)):
             run = os.path.join(folder, run)
         else:
-            run, known = find_named(run, address)
+            root = open_storage(folder)
+            found = sorted(name for name in root.dirs() if left_by_a_run(root / name))
+            where = f"{root.url} has {', '.join(found) or 'no run'}"
+            raise ConfigError([f"run={run} is unknown: {where}. Set storage, or address={HERE}"])
     return Job(run, address, known)
 
 

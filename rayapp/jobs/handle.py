@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from rayapp.config import ConfigError, RunConfig
+from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.client import Unreachable
 from rayapp.jobs.remote import RemoteJob
@@ -26,7 +26,7 @@ from rayapp.jobs.results import (
     own_config_of,
     result_of,
 )
-from rayapp.jobs.submission import Again, changed, options_again, send
+from rayapp.jobs.submission import Again, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
@@ -86,7 +86,7 @@ def submit(
         working_dir, tuple(pip), env or {}, secrets or {}, driver_cpus, driver_memory_gib,
         tags or {},
     )  # fmt: skip
-    return Job.send(changed(config, sections), options, address, say)
+    return Job.send(load(config, None, None, **sections), options, address, say)
 
 
 class Job:

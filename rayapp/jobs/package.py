@@ -20,7 +20,7 @@ from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import KEY, link_problems, secret_problems
 from rayapp.jobs.secrets import VARIABLE, encode, problems_of
 from rayapp.observe.events import job_variables
-from rayapp.observe.plain import redacted
+from rayapp.observe.plain import NO_BARS, redacted
 
 LIMIT_MIB = 100  # largest upload the dashboard accepts (Ray 2.60, DASHBOARD_CLIENT_MAX_SIZE)
 RUN_KEY = "rayapp.run"  # in a job's metadata: the run's folder
@@ -40,6 +40,8 @@ SKIPPED = (  # lines of workers that need no action; Ray's log files keep them
 QUIET = {  # keeps other lines out of the run's own output
     "RAY_DEDUP_LOGS_SKIP_REGEX": "|".join(SKIPPED),
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    NO_BARS: "1",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it has a logger print once more what a worker prints
     "RAY_DATA_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::DeprecationWarning",
     "TOKENIZERS_PARALLELISM": "false",

@@ -10,9 +10,9 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from rayapp.config import ConfigError
+from rayapp.config import ConfigError, Run
 from rayapp.jobs import JobError, JobsClient
-from rayapp.jobs.client import JobInfo, Unreachable, address_of
+from rayapp.jobs.client import BY_DEFAULT, JobInfo, Unreachable, address_of
 from rayapp.jobs.submission import ID, sent
 from rayapp.observe import attempts
 from rayapp.observe.goodput import STARTED, read_events
@@ -227,7 +227,14 @@ def find_named(name: str, address: str | None) -> tuple[str, str]:
     Raises:
         ConfigError: no job of the cluster is of such a run.
     """
-    runs = runs_of(JobsClient.at(address).jobs())
+    cluster, origin = address_of(address)
+    try:
+        runs = runs_of(JobsClient.at(address).jobs())
+    except Unreachable as error:
+        if origin != BY_DEFAULT:
+            raise
+        where = f"there is no folder {Run().storage} here, and no cluster at {cluster}"
+        raise ConfigError([f"run={name} is unknown: {where}. Set storage or address"]) from error
     named = [(url, info) for url, info in runs if url and url.rpartition("/")[2] == name]
     if not named:
         raise ConfigError(

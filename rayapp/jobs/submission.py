@@ -12,12 +12,11 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, TypedDict
 
 from pydantic import TypeAdapter, ValidationError
 
-from rayapp.config import ConfigError, RunConfig, from_dict, load
+from rayapp.config import ConfigError, RunConfig
 from rayapp.config.code import code_in
 from rayapp.jobs import JobsClient, SubmitOptions, prepare
 from rayapp.observe.run_folder import EVENTS, SUBMISSION, DamagedFile
@@ -155,41 +154,3 @@ def _as_typed(value: Any) -> str:
     if isinstance(value, Mapping):
         return json.dumps(dict(value))
     return value if isinstance(value, str) else ",".join(value)
-
-
-def changed(
-    config: RunConfig | str | Path | Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]]
-) -> RunConfig:
-    """Return a config, or that of a YAML file or of a mapping, with values changed.
-
-    `sections` is like `{"train": {"lr": 1e-3}}`.
-
-    Raises:
-        ConfigError: with every problem.
-    """
-    problems = list[str]()
-    if not isinstance(config, RunConfig | str | Path | Mapping):
-        kind = type(config).__name__
-        problems.append(
-            f"config of type {kind} is not valid: a Config, the path of a YAML file or a mapping "
-            "of sections is expected. Use rayapp.load, or name sections: run={'name': 'demo'}"
-        )
-    overrides = {}
-    for section, fields in sections.items():
-        if not isinstance(fields, Mapping):
-            of, _, field = section.rpartition(".")
-            problems.append(
-                f"{section}={fields!r:.40} is not a section of a config: a mapping of fields is "
-                f"expected. Set {of or 'train'}={{{field!r}: {fields!r:.40}}}"
-            )
-            continue
-        for name, value in fields.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            overrides[f"{section}.{name}"] = text
-    if problems:
-        raise ConfigError(problems)
-    if isinstance(config, Mapping):
-        config = from_dict(dict(config))
-    if isinstance(config, RunConfig):
-        return load(None, {**config.to_overrides(), **overrides})
-    return load(str(config), overrides)

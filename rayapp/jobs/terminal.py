@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayapp.observe.columns import Columns
-from rayapp.observe.figures import by_source, figures, share_of_waiting
+from rayapp.observe.figures import figures, lines_below, share_of_waiting
 from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
@@ -73,7 +73,7 @@ def render(name: str, status: str, now: Progress | None, steps: Columns) -> Grou
             row = cells[start : start + 5]
             table.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in row))
         parts.append(table)
-        parts += map(Text, by_source(now))
+        parts += map(Text, lines_below(now))
         if now.activity is not None and now.activity.phase:
             parts.append(Text(now.activity.text(time.time())))
         if now.reason:

@@ -275,7 +275,6 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
         f"{template} a chat template"
     )
     _say(f"reading {read}; its weights are written in {str(dtype).removeprefix('torch.')}, once")
-    transformers.logging.disable_progress_bar()
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     _rotate(config, values, {name: tensors[name].data for name in tensors if "rope_" in name})

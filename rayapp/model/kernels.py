@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,8 +133,8 @@ def use_float8(model: LanguageModel, device: torch.device, *, emulate: bool = Fa
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name("rowwise")
-    if emulate:
-        object.__setattr__(config, "emulate", True)
+    # The weight's gradient sums over tokens, which float8 kernels take in multiples of 16.
+    config = replace(config, pad_inner_dim=True, emulate=emulate)
     for block in find_blocks(model.hf):
         convert_to_float8_training(block, config=config, module_filter_fn=_fits)
 

@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from rayapp.config import parse_yaml
 from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
+from rayapp.presets import OWN, PACKAGES
 from rayapp.storage import Readable
 from rayapp.storage.inputs import open_input, read_json
 
@@ -210,7 +211,9 @@ def hub_folder(name: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
     try:
         return snapshot_download(name, allow_patterns=[*patterns])
     except (OSError, ValueError) as error:  # network, 401, 404, offline: all derive from these
+        why = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(
             f"model.path={name} is no local folder, and as a hub id it cannot be fetched: "
-            f"{type(error).__name__}: {error}. Check the name, the network and HF_TOKEN"
+            f"{type(error).__name__}: {why}. Check the name, the network and HF_TOKEN, or set a "
+            f"folder, {', '.join(PACKAGES)} (weights from the package index) or {OWN} (random ones)"
         ) from error

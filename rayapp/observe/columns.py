@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +35,8 @@ class Columns:
     def __init__(self, names: Sequence[str] = ACCOUNTED) -> None:
         self.last: MetricsLine | None = None
         """The last line, with all of its fields."""
+        self.rank_s: Mapping[str, float | None] = {}
+        """The own time of each rank, as last told."""
         self.ends = array("q")
         """The byte of metrics.jsonl behind each line."""
         self._columns = {name: array("d") for name in names}
@@ -85,6 +87,7 @@ class Columns:
             column.append(math.nan if value is None else value)
         self.ends.append(end)
         self.last = line
+        self.rank_s = line.get("rank_s") or self.rank_s
 
 
 class Follower:

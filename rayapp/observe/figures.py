@@ -92,8 +92,8 @@ def figures(now: Progress) -> dict[str, str]:
     return {"step": f"{now.step:,}" + (f" / {now.num_steps:,}" if now.num_steps else "")} | found
 
 
-def by_source(now: Progress) -> list[str]:
-    """Return a line for each source of the last step, if there are several."""
+def lines_below(now: Progress) -> list[str]:
+    """Return a line for each source of the last step, if there are several; the rank that lags."""
     line: MetricsLine = now.line or cast(MetricsLine, {})
     losses, counts = line.get("loss_by_source") or {}, line.get("tokens_by_source") or {}
     whole = sum(counts.values()) or 1
@@ -101,7 +101,7 @@ def by_source(now: Progress) -> list[str]:
         f"{path}: loss {text('loss', losses.get(path))}, {count:,} tokens "
         f"({count / whole:.1%}) of the step"
         for path, count in counts.items()
-    ]
+    ] + list(filter(None, [line.get("lagging")]))
 
 
 def share_of_waiting(steps: Columns) -> str:

@@ -96,6 +96,10 @@ class StepFields(TypedDict, total=False):
     workers: Annotated[Count, Shown("Training workers", "run")]
     attempt: Required[Annotated[Count, Shown("Starts of workers that did steps", "run")]]
     batch_digest: Annotated[str, Shown("Digest of all rows of the global batch", live="")]
+    rank_s: Annotated[
+        ByName, Shown("Own time of each rank in the step before, every 10 steps", "ranks", tag="of")
+    ]
+    lagging: Annotated[str | None, Shown("The rank that lags, and its node", live="")]
     time: Required[Annotated[UnixTime, Shown("Unix seconds at the end of the step", live="")]]
     loss_per_byte: Annotated[Maybe, Shown("Nats per loss-bearing UTF-8 byte", "loss", TOKENS)]
     tokens: Annotated[Count, Shown("Loss-bearing tokens trained on", "run", TOKENS, "counter")]

@@ -18,6 +18,7 @@ from rich import console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # read at the import of the hub's client and transformers
 # Escape sequences (colours, cursor, titles), other control characters, halves of surrogate pairs.
 CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"

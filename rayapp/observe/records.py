@@ -343,6 +343,8 @@ class RunResult(Summary, total=False):
     wall_s: float
     cost_usd: float | None
     storage: StoredCost
+    profiles: list[str]
+    """The files in profiles/."""
     versions: dict[str, str]
 
 

@@ -24,7 +24,7 @@ from rayapp.observe.records import (
     StoredCost,
     Summary,
 )
-from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, RESULT, DamagedFile
+from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, PROFILES, RESULT, DamagedFile
 from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
 from rayapp.storage import Storage, StorageError
@@ -92,6 +92,8 @@ def result_of(
     steady = steady[len(steady) // 10 :] if len(steady) else np.arange(len(steps))
     busy = (steps["step_s"] - steps["checkpoint_stall_s"] - steps["eval_s"])[steady]
     restart_s = phases | {k: v for k, v in seconds.items() if k in ON_THE_WAY}
+    names = (entry.name for entry in run.list())
+    profiles = [n.rpartition("/")[2] for n in names if n.startswith(f"{PROFILES}/")]
     values = {
         "run": run.url,
         **{name: value for name, value in summary.items() if name not in TOLD_BELOW},
@@ -111,6 +113,7 @@ def result_of(
         "cost_usd": sums.cost_usd,
         "storage": stored(run, steps, config.checkpoint.keep),
         "versions": _versions(),
+        **({"profiles": profiles} if profiles else {}),
     }
     return cast(RunResult, values)  # some names are made of the unit's
 

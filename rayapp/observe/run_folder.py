@@ -40,6 +40,7 @@ VALIDATIONS = "validation.jsonl"
 ITEMS = "items"  # a folder: the items of eval.tasks with their answers, by step
 RESULT = "result.json"
 REPORT = "report.html"
+PROFILES = "profiles"  # a folder: traces of train.profile_steps
 LOGS = "logs"  # a folder: what the driver printed, by attempt
 SUBMISSION = "submission.json"  # how the run was submitted, to resume it in the same way
 LEASE = "LEASE"  # renewed by the driver that works on the run
@@ -55,7 +56,7 @@ FILES = (CONFIG, PLAN, ASKED, METRICS, EVENTS, ACTIVITY, RANK_ACTIVITY, VALIDATI
 OWN = re.compile(
     "|".join(map(re.escape, (*FILES, REPORT, SUBMISSION, LEASE, STOP, RUN_ID)))
     + rf"|({METRICS_PARTS}|{ITEMS})/[0-9]+\.jsonl|{LOGS}/attempt-[0-9]+\.txt"
-    + rf"|({TENSORBOARD}|{MODEL}|{ADAPTER})/.+"
+    + rf"|({TENSORBOARD}|{MODEL}|{ADAPTER}|{PROFILES})/.+"
     + rf"|{CHECKPOINTS}/(.+/)?([^/]+\.distcp|\.metadata|state\.json|COMMITTED|REFUSED)"
 )
 """The names that a run writes; no others are removed with it."""

@@ -31,6 +31,7 @@ from rayapp.planner.advice import (
     scaling,
     size_problem,
     suggestions,
+    with_auto,
     with_micro_batch,
 )
 from rayapp.planner.answer import Answer, Band, answer
@@ -70,8 +71,13 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
         if isinstance(config, VisionConfig):
             return answer(ask(config, **more))
         question = ask(config, **more)
-        if config.train.micro_batch is None:
-            question = with_micro_batch(question, largest_micro_batch(question) or 1)
+        train, auto = config.train, config.parallel.strategy == "auto"
+        question = with_auto(
+            question,
+            compiled=train.compile is None,
+            strategy=auto,
+            size=train.micro_batch is None,
+        )
         planned, lora = answer(question), config.model.lora
         shape = question.layout.shape
         if isinstance(shape, Shape) and shape.measured and shape.measured.kernel_packages:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rayapp.config import ConfigError
+from rayapp.config.language import Strategy
 from rayapp.hardware import INSTANCES
 from rayapp.planner.answer import Answer, answer
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.memory import Layout
-from rayapp.planner.question import Question, per_worker
+from rayapp.planner.question import Question, per_worker, shards_of
 
 NODE_COUNTS = (1, 2, 4, 8, 16, 32)  # tried by `scaling` and `cheapest`
 Fields: TypeAlias = dict[str, Any]
@@ -24,6 +25,11 @@ Fields: TypeAlias = dict[str, Any]
 Changes: TypeAlias = Iterator[tuple[str, Fields]]
 # Smallest speed-up (a ratio) worth a suggestion; less is within the model's noise. Estimate.
 GAIN = 1.03
+# From here on `train.compile: auto` compiles: seconds of steps on a GPU, and model FLOPs of a
+# worker by device where the plan has no times. Compiling takes a minute on a GPU, half a minute on
+# two cores; it makes steps 1.2 to 1.5 times as fast on a GPU, and TODO times on CPUs.
+COMPILED_S = 300.0
+COMPILED_FLOPS = {"cpu": 3e13, "cuda": 1e17}
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,11 @@ def size_problem(plan: Answer | None) -> str | None:
         f"{plan.capacity_gib:.1f} on each of {question.workers} workers. Set {what}, or "
         "cluster.ignore_plan=true to start anyway"
     )
+
+
+def _speed(plan: Answer) -> tuple[float, int]:
+    rate = 0.0 if plan.rate is None else plan.rate.value
+    return rate, plan.question.layout.micro_batch
 
 
 def _per_worker(suggestion: Suggestion) -> float:
@@ -168,6 +179,56 @@ def largest_micro_batch(question: Question) -> int | None:
     return min(
         fitting, key=lambda size: (per_worker(rows, size, workers) * size, -size), default=None
     )
+
+
+def with_auto(question: Question, *, compiled: bool, strategy: bool, size: bool) -> Question:
+    """Return the question with what `auto` takes for the settings that are true.
+
+    Of the strategies that fit it is the fastest; where no times are known, of those with the
+    largest micro-batch the one with the least communication. A strategy that shards less must fit
+    with the upper end of its band.
+    """
+    if compiled:
+        question = question.having(compiled=compile_pays(question)) or question
+    best: Answer | None = None
+    for each in _strategies(question) if strategy else (question.layout.strategy,):
+        shards = shards_of(each, question.workers, question.workers // question.nodes)
+        other = question.having(strategy=each, shards=shards) if strategy else question
+        assert other is not None, "the micro-batch is as it was"
+        most = largest_micro_batch(other) or 1 if size else other.layout.micro_batch
+        found = answer(with_micro_batch(other, most))
+        room = found.capacity_gib is not None and found.peak_gib.high <= found.capacity_gib
+        if best is None or (room and _speed(found) >= _speed(best)):
+            best = found
+    assert best is not None
+    return best.question
+
+
+def _strategies(question: Question) -> tuple[Strategy, ...]:
+    """Return the strategies to try; without times the last that fits is taken."""
+    if question.workers == 1:
+        return ("full_shard",)
+    even = question.nodes > 1 and question.workers % question.nodes == 0
+    across: tuple[Strategy, ...] = ("hybrid_shard",) if even else ()
+    return ("full_shard", *across, "shard_grad_op", "no_shard")
+
+
+def compile_pays(question: Question) -> bool:
+    """Say whether a run of a language model is long enough for torch.compile.
+
+    It is if its steps take COMPILED_S by the plan, or, where no times are known, if a worker's
+    model FLOPs reach COMPILED_FLOPS. The answer depends on nothing that differs between two
+    attempts of a run.
+    """
+    layout = question.layout
+    if question.steps is None or not isinstance(layout, Layout):
+        return not layout.on_cpu
+    rate = answer(question).rate
+    amount = question.steps * question.amount_per_step
+    if rate is not None:
+        return amount / rate.value >= COMPILED_S
+    flops = layout.model_flops() * amount / question.workers
+    return flops >= COMPILED_FLOPS["cpu" if layout.on_cpu else "cuda"]
 
 
 def with_micro_batch(question: Question, size: int) -> Question:

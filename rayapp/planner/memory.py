@@ -26,17 +26,17 @@ from rayapp.planner.measured import Frozen
 from rayapp.planner.shape import Shape, kept_linears, lora_parameters, targeted
 
 FP32 = 4  # bytes of an fp32 number
-LOG_PARTS = 8  # parts of a chunk of logits, one of which is copied to fp32 at a time
+LOG_PARTS = 8  # parts of a chunk of logits, one of which has fp32 log-probabilities at a time
 LOSS_WORDS = 16_384  # vocabulary rows of the head's gradient that one product computes
 # Bytes outside PyTorch's allocator: CUDA context, NCCL's channels, cuBLAS' workspace. Estimate.
 CONTEXT_BYTES = 1.3 * GIB
 # Bytes that a worker without a GPU holds beside its tensors: 0.5 GiB of Python, torch, transformers
-# and Ray; then prefetched rows, gloo's buffers, and freed memory that glibc does not return.
-# Measured on 2026-11-24, six runs of 20 to 150 steps (docs/plan.md).
-PROCESS_BYTES = 0.85 * GIB
-# Bytes that the caching allocator reserves beyond live tensors, as a fraction of activations,
-# logits and gathered parameters. Estimate; compared with published runs' GiB in docs/plan.md.
-FRAGMENTATION = 0.05
+# and Ray; then prefetched rows and gloo's buffers. Measured in the runs of docs/plan.md.
+PROCESS_BYTES = 0.8 * GIB
+# Bytes that the allocator reserves beyond live tensors, as a fraction of activations, logits and
+# gathered parameters: of CUDA's caching allocator an estimate, compared with published runs' GiB;
+# of glibc's heap, which keeps what is freed, fitted to the runs on CPUs (both in docs/plan.md).
+FRAGMENTATION = {"cuda": 0.05, "cpu": 0.45}
 # Bytes per value: nf4 has an fp32 scale per 64 values (bitsandbytes).
 BYTES_NF4 = 0.5 + 4 / 64
 
@@ -73,7 +73,7 @@ class Layout:
     kept: tuple[str, ...] | None = None
     """Linears whose results selective checkpointing keeps; None: those of `kept_linears`."""
     on_cpu: bool = False
-    """No GPU: CPUs convert bf16 logits to fp32 before the softmax, GPUs inside it."""
+    """No GPU: CPUs have no kernel that adds bf16 products to an fp32 sum."""
     plain_loss: bool = False
     """All logits at once by torch's cross_entropy, as other frameworks compute the loss."""
 
@@ -214,7 +214,9 @@ def kept_bytes(layout: Layout) -> float:
 def with_slack(peak: Peak, *, cuda: bool = True) -> Peak:
     """Add `slack`: the allocator's fragmentation, and CUDA's context or the CPU process."""
     moving = sum(peak.terms[name] for name in ("activations", "logits", "gathers"))
-    slack = FRAGMENTATION * moving + (CONTEXT_BYTES if cuda else PROCESS_BYTES)
+    slack = FRAGMENTATION["cuda"] * moving + CONTEXT_BYTES
+    if not cuda:
+        slack = FRAGMENTATION["cpu"] * moving + PROCESS_BYTES
     return Peak(peak.phase, {**peak.terms, "slack": slack})
 
 
@@ -290,6 +292,7 @@ def _gathers(layout: Layout) -> _Gathers:
     prefetched = block if layout.frees else 0.0
     # The result of an all-gather stays until the next one is copied out of its own.
     buffer, root_buffer = (block, root) if layout.shards > 1 else (0.0, 0.0)
+    trained_root = shape.root_parameters - layout.frozen.tables if trains_all else 0.0
     last = root + blocks + prefetched + buffer
     backward = root + blocks + 2 * prefetched
     if trains_all:  # the gradients of a block's weights, also in fp32, and of the head
@@ -301,8 +304,9 @@ def _gathers(layout: Layout) -> _Gathers:
         forward=last + (buffer if prefetched else 0.0),
         last=last,
         backward=backward,
-        # The gathered root is freed; its gradients and their fp32 copy exist.
-        root=(e + FP32) * float(shape.root_parameters) if trains_all else 0.0,
+        # The gathered root is freed; its gradients and their fp32 copy exist. Where ranks hold it
+        # whole, it stays, and its gradients are summed into another copy.
+        root=(e + FP32) * trained_root * (2 if layout.strategy == "no_shard" else 1),
     )
 
 
@@ -382,17 +386,17 @@ def _logit_bytes(layout: Layout) -> float:
     if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
         return tokens * shape.vocabulary * (e + 3 * FP32)
     chunk = min(layout.loss_chunk or tokens, tokens)
-    fp32_logits = FP32 * (1 + 1 / LOG_PARTS if e < FP32 else 1)
+    # A part's log-probabilities and, in bf16, its copy before them; compiled, neither is stored.
+    fp32_logits = 0 if layout.compiled else FP32 * (2 if e < FP32 else 1) / LOG_PARTS
     if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32
         return 2 * e * tokens * shape.vocabulary + fp32_logits * chunk * shape.vocabulary
-    # Logits and their fp32 log-probabilities; the previous chunk's gradient is still alive.
-    per_logit = e + fp32_logits + (e if chunk < tokens else 0)
-    logits = chunk * shape.vocabulary * per_logit
+    logits = chunk * shape.vocabulary * (e + fp32_logits)
     if layout.new_tokens:  # a copy of the head has columns for them
         return logits + e * shape.vocabulary * (shape.hidden + layout.new_tokens)
     if layout.lora_rank is not None or layout.frozen.head:
         return logits
-    # A product, which is then added to the head's fp32 gradient.
+    # On CPUs, a product that is added to the head's fp32 gradient; after the loss, its cast.
     head = shape.embedding_parameters
-    product = e * min(head, LOSS_WORDS * shape.hidden) if e < FP32 else 0
-    return max(logits, chunk * shape.vocabulary * e + product) + FP32 * head
+    product = e * min(head, LOSS_WORDS * shape.hidden) if e < FP32 and layout.on_cpu else 0
+    cast = e * head if e < FP32 else 0
+    return max(logits, chunk * shape.vocabulary * e + product, cast) + FP32 * head

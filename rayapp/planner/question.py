@@ -22,7 +22,7 @@ from rayapp.planner.measured import Frozen
 from rayapp.planner.memory import Layout
 from rayapp.planner.shape import Shape, UnknownShape, has_formula, shape_of
 from rayapp.planner.times import Workload, machine_of
-from rayapp.planner.trained import config_values
+from rayapp.planner.trained import config_values, length_problem, text_section
 
 
 class UnknownModel(ConfigError):
@@ -117,7 +117,7 @@ class Question:
 def shards_of(strategy: str, workers: int, replica: int) -> int:
     """Return how many workers each parameter is sharded over; `replica` is a replica's workers."""
     whole = {"full_shard": workers, "shard_grad_op": workers, "no_shard": 1, "ddp": 1}
-    return whole.get(strategy, replica)
+    return {"auto": workers, **whole}.get(strategy, replica)
 
 
 def ask(
@@ -224,6 +224,10 @@ def _language_layout(
     values = config_values(config, problems) if model is None else model
     if values is None:
         return None
+    text = text_section(values)
+    limit = text.get("max_position_embeddings", text.get("n_positions"))  # the latter: GPT-2
+    if problem := length_problem(config, limit):
+        problems.append(problem)
     try:
         if read is None or has_formula(values):
             shape = shape_of(values)
@@ -236,13 +240,13 @@ def _language_layout(
     layout = Layout(
         shape=shape,
         shards=1,
-        micro_batch=train.micro_batch or 1,  # auto starts at one row
+        micro_batch=train.micro_batch or 1,  # auto starts at one row, full_shard and eager blocks
         seq_len=config.data.seq_len,
-        strategy=parallel.strategy,
+        strategy=config.strategy,
         checkpointing=parallel.activation_checkpointing,
         precision=precision,
         optimizer=train.optimizer,
-        compiled=train.compile,
+        compiled=bool(train.compile),
         loss_chunk=train.loss_chunk,
         lora_rank=lora.rank if lora else None,
         lora_targets=lora.targets if lora else (),

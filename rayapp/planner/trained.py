@@ -179,6 +179,17 @@ def vocabulary_of(config: Config, own: int, preset: bool, tokens: int | None = N
     return max(size, own)
 
 
+def length_problem(config: Config, own: int | None) -> str | None:
+    """Return a problem if rows are longer than the model has positions for; `own` is its limit."""
+    limit: Any = config.model.overrides.get("max_position_embeddings", own)
+    if not limit or config.data.seq_len <= limit:
+        return None
+    return (
+        f"data.seq_len={config.data.seq_len} is above the model's limit: {config.model.path} "
+        f"has positions for {limit} tokens. Set data.seq_len={limit} or less"
+    )
+
+
 def random_weights(config: Config) -> str | None:
     """Return a note that a run starts from random weights and what to set; None if it does not."""
     path = config.model.path

@@ -28,7 +28,7 @@ from rayapp.report.chart import window_of
 from rayapp.report.evaluations import SourceFigures
 from rayapp.storage import Storage
 
-TEXTS = ("batch_digest", "eval_samples")  # fields of a line that are no numbers
+TEXTS = ("batch_digest", "eval_samples", "lagging")  # fields of a line that are no numbers
 NAMES = tuple(
     name
     for name, shown in FIELDS.items()
@@ -64,6 +64,7 @@ class ReportedRun:
     events: list[Event]
     account: Account
     """Time and cost."""
+    steps: Columns
     columns: dict[str, Array]
     """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
     held: list[Evaluated]
@@ -225,6 +226,7 @@ def read(storage: Storage) -> ReportedRun:
         versions=result.get("versions", {}),
         events=events,
         account=account,
+        steps=steps,
         columns=columns,
         held=held,
         sources=sources,

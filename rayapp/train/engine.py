@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from rayapp.observe.records import LoopState
 from rayapp.order import StepCounts
 from rayapp.train.loss_spikes import RECENT, Spikes
 from rayapp.train.memory_peaks import Peaks
+from rayapp.train.own_time import OwnTime
 from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import CONTINUE
 
@@ -119,10 +120,14 @@ class Engine:
     eval_due: Callable[[int], bool] = field(default=lambda step: False)
     phases: Phases = field(default_factory=Phases)
     """Says what this rank does."""
+    blocks: Sequence[nn.Module] = ()
+    """Modules that run one after another, in whose forward passes no rank waits for another."""
     peaks: Peaks = field(init=False)
+    own_time: OwnTime = field(init=False)
 
     def __post_init__(self) -> None:
         self.peaks = Peaks(self.device)
+        self.own_time = OwnTime(self.blocks, self.device)
 
     def state(self) -> LoopState:
         """Return what a checkpoint holds of the loop."""

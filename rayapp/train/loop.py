@@ -156,6 +156,7 @@ def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> 
         "workers": dist.get_world_size(),
         "attempt": engine.attempt,
         "batch_digest": totals.digest,
+        **engine.own_time.figures(totals.own_us),
     }
     named = {name: value / totals.weight for name, value in update.sums.named.items()}
     assert facts.keys().isdisjoint(named), "figures of a loss have names of their own"
@@ -177,6 +178,7 @@ def agree(engine: Engine, batch: Batch) -> Agreement:
     return Agreement(
         batch.counts(),
         batch.digest(),
+        engine.own_time.take(),
         save=engine.save_due(batch.step + 1),
         leave=engine.leave_due(),
         poll=engine.poll_due(),
@@ -193,7 +195,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
     by_source = list[torch.Tensor]()
     for i in range(last + 1):
         engine.last_of_step(i == last)
-        with engine.peaks.phase("forward"):
+        with engine.peaks.phase("forward"), engine.own_time.forward(batch.step):
             objective, loss, *more = engine.model(**inputs(batch, i, engine.device))
         losses.append(loss.detach())
         by_source += more[:1] if engine.by_source else []

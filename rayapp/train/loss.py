@@ -5,16 +5,19 @@
 
 The forward pass computes each chunk's gradient together with its loss, while its logits exist, and
 keeps only the gradients of the hidden states and of the weight. So each logit is computed once, and
-at most `chunk * vocabulary` exist (in the compute dtype, and as fp32 log-probabilities).
+at most `chunk * vocabulary` exist, in the compute dtype; fp32 copies are of 1 / LOG_PARTS of them.
 The idea is Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Softmax and
 sums are at least fp32 whatever the compute dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayapp.planner.memory import LOG_PARTS, LOSS_WORDS
@@ -23,16 +26,17 @@ IGNORE = -100
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor | None,
+    labels: Tensor,
+    bias: Tensor | None = None,
     *,
     chunk: int = 4096,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    each: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    compiled: bool = False,
+    each: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return (objective, cross-entropy), sums in nats over labels that are not IGNORE.
 
     Differentiate the objective. It is the cross-entropy against a target that gives the label
@@ -52,8 +56,7 @@ def chunked_cross_entropy(
         labels.reshape(tokens),
         bias,
         chunk or max(tokens, 1),
-        z_loss,
-        label_smoothing,
+        partial(_softmax, z_loss=z_loss, smoothing=label_smoothing, compiled=compiled),
         torch.is_grad_enabled(),  # always False inside forward()
         each,
     )
@@ -61,13 +64,13 @@ def chunked_cross_entropy(
 
 
 def liger_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor | None,
-    labels: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor | None,
+    labels: Tensor,
+    bias: Tensor | None = None,
     *,
-    each: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    each: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the same with liger-kernel's fused kernel, which chooses its own chunks.
 
     It needs that package and a GPU (or Triton's interpreter); sums over chunks are fp32. Without a
@@ -92,16 +95,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor | None,
-        labels: torch.Tensor,
-        bias: torch.Tensor | None,
+        hidden: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        bias: Tensor | None,
         chunk: int,
-        z_loss: float,
-        smoothing: float,
+        softmax: Callable[..., tuple[Tensor, ...]],
         grad_enabled: bool,
-        each: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        each: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
         # Sums over chunks are fp32: bf16 would lose what each further chunk adds.
         sums = torch.promote_types(hidden.dtype, torch.float32)
         of_hidden, of_weight, _, of_bias = (grad_enabled and n for n in ctx.needs_input_grad[:4])
@@ -115,37 +117,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             valid = (labels[part] != IGNORE).unsqueeze(1)  # [c, 1]
             target = torch.where(valid, labels[part].unsqueeze(1), 0)
-            logits = hidden[part]  # [c, V]
-            if weight is not None:
-                logits = torch.nn.functional.linear(logits, weight, bias)
-            logit_target = logits.gather(1, target).to(sums)
-            log_p = _log_softmax(logits, sums)  # [c, V]
-            log_p_target = log_p.gather(1, target)
-            of_labels = torch.where(valid, log_p_target, 0)
+            of_part = None if grad_hidden is None else grad_hidden[part]
+            logits, gradient = hidden[part], of_part  # [c, V], of the caller's logits
+            if weight is not None:  # the gradient overwrites the logits
+                logits = torch.nn.functional.linear(hidden[part], weight, bias)
+                gradient = logits if of_hidden or of_weight or of_bias else None
+            log_p, *extras = softmax(logits, target, gradient)
+            of_labels = torch.where(valid, log_p, 0)
             total -= of_labels.sum()
             if each is not None:
                 each[part] = -of_labels.squeeze(1)
-            log_z = logit_target - log_p_target  # [c, 1]
-            if z_loss or smoothing:
-                extra = smoothing * (log_p_target - log_p.mean(1, keepdim=True))
-                added += torch.where(valid, extra + z_loss * log_z**2, 0).sum()
-            if not (of_hidden or of_weight or of_bias):
-                continue
-            # The gradient overwrites the logits, unless they are the caller's. Ignored rows are
-            # zeroed in the [c, H] products, not in [c, V].
-            buffer = logits if weight is not None or grad_hidden is None else grad_hidden[part]
-            gradient = _softmax_less_target(buffer, log_p, target, log_z, z_loss, smoothing)
-            del log_p
-            if weight is None:
+            for extra in extras:
+                added += torch.where(valid, extra, 0).sum()
+            # Ignored rows are zeroed in the [c, H] products, not in [c, V].
+            if gradient is not None and weight is None:
                 gradient.mul_(valid)
-                continue
-            if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[part])
-                grad_hidden[part].mul_(valid)
-            if grad_weight is not None:
-                _add_product(grad_weight, gradient.T, hidden[part] * valid)
-            if grad_bias is not None:
-                grad_bias += gradient.mul_(valid).sum(0, dtype=sums)
+            elif gradient is not None and weight is not None:
+                if of_part is not None:
+                    torch.mm(gradient, weight, out=of_part).mul_(valid)
+                if grad_weight is not None:
+                    _add_product(grad_weight, gradient.T, hidden[part] * valid)
+                if grad_bias is not None:
+                    grad_bias += gradient.mul_(valid).sum(0, dtype=sums)
+            del logits, gradient  # before the next chunk's exist
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         ctx.mark_non_differentiable(total)
@@ -153,7 +147,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient, _ = gradients
         # fp32 sums are scaled in place, so autograd's own check refuses a second backward pass.
         # bf16 gradients are scaled in fp32, as 1 / valid_tokens in bf16 has only 8 bits.
@@ -161,48 +155,76 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if saved is None else saved.to(gradient.dtype).mul_(gradient).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, bias, *[None] * 5
+        return hidden, weight, None, bias, *[None] * 4
 
 
-def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return log-probabilities in `dtype`; [c, V] -> [c, V].
-
-    PyTorch takes no bf16 logits for it. Parts of them are copied, one at a time.
-    """
-    if logits.dtype == dtype:
-        return torch.log_softmax(logits, 1)
-    log_p = torch.empty_like(logits, dtype=dtype)
-    for some, out in zip(logits.chunk(LOG_PARTS), log_p.chunk(LOG_PARTS), strict=True):
-        torch.log_softmax(some.to(dtype), 1, out=out)
-    return log_p
-
-
-def _softmax_less_target(
-    buffer: torch.Tensor,
-    log_p: torch.Tensor,
-    target: torch.Tensor,
-    log_z: torch.Tensor,
+def _softmax(
+    logits: Tensor,
+    target: Tensor,
+    out: Tensor | None,
     z_loss: float,
     smoothing: float,
-) -> torch.Tensor:
-    """Write d loss / d logits = softmax - one-hot of the target into `buffer`; return it: [c, V].
+    compiled: bool,
+) -> tuple[Tensor, ...]:
+    """Return the targets' log-probabilities and what z-loss and smoothing add, if any: each [c, 1].
 
-    At the target it is expm1(log_p), rounded once: p - 1 in bf16 would be lost near 0. `log_p`
-    [c, V] is overwritten.
+    Write d loss / d logits, softmax - one-hot of the target, into `out`, which may be the
+    logits [c, V]. Eager operations copy their rows to fp32, so the rows go in parts.
     """
-    at_target = log_p.gather(1, target).expm1()
-    if z_loss or smoothing:
-        slope, share = 1 + 2 * z_loss * log_z, smoothing / log_p.shape[1]
-        at_target = at_target * slope + (slope - 1) + smoothing - share
-        gradient = buffer.copy_(log_p.exp_().mul_(slope).sub_(share))
+    if compiled:
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+        torch._dynamo.maybe_mark_dynamic(target, 0)
+        found = [_compiled()(logits, target, out, z_loss, smoothing)]
     else:
-        gradient = torch.exp(log_p, out=buffer)
-    return gradient.scatter_(1, target, at_target.to(gradient.dtype))
+        outs = [None] * LOG_PARTS if out is None else out.chunk(LOG_PARTS)
+        parts = zip(logits.chunk(LOG_PARTS), target.chunk(LOG_PARTS), outs, strict=False)
+        found = [_softmax_of_rows(*part, z_loss, smoothing) for part in parts]
+    log_p, *more = (torch.cat(each) for each in zip(*found, strict=True))  # [c, 1]
+    at_target, extra = log_p.expm1(), []  # rounded once: p - 1 in bf16 would be lost near 0
+    if more:
+        log_z, mean = more
+        slope, share = 1 + 2 * z_loss * log_z, smoothing / logits.shape[1]
+        at_target = at_target * slope + (slope - 1) + smoothing - share
+        extra = [smoothing * (log_p - mean) + z_loss * log_z**2]
+    if out is not None:
+        rows = torch.arange(len(out), device=out.device)  # scatter_ would copy bf16 to fp32 on CPUs
+        out[rows, target[:, 0]] = at_target[:, 0].to(out.dtype)
+    return log_p, *extra
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, ...]]:
+    return torch.compile(_softmax_of_rows)
+
+
+def _softmax_of_rows(
+    logits: Tensor, target: Tensor, out: Tensor | None, z_loss: float, smoothing: float
+) -> tuple[Tensor, ...]:
+    """Write d loss / d logits into `out`, but for the targets: the compiler would copy [r, V].
+
+    Returns the targets' log-probabilities and, with z-loss or smoothing, the log of the softmax's
+    sum and the mean log-probability.
+    """
+    sums = torch.promote_types(logits.dtype, torch.float32)
+    logit_target = logits.gather(1, target).to(sums)
+    log_p = torch.log_softmax(logits.to(sums), 1)
+    log_p_target = log_p.gather(1, target)
+    if not (z_loss or smoothing):
+        if out is not None:
+            torch.exp(log_p, out=out)
+        return (log_p_target,)
+    log_z, mean = logit_target - log_p_target, log_p.mean(1, keepdim=True)
+    if out is not None:
+        out.copy_(log_p.exp_().mul_(1 + 2 * z_loss * log_z).sub_(smoothing / log_p.shape[1]))
+    return log_p_target, log_z, mean
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+        return
+    if total.is_cuda:  # the only kernels that add bf16 products to an fp32 sum
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     for part, rows in zip(total.split(LOSS_WORDS), a.split(LOSS_WORDS), strict=True):
         part += rows @ b  # in parts: the whole product would be as large as the head's weight

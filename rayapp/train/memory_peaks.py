@@ -48,7 +48,9 @@ class Peaks:
     def _note(self, phase: str | None) -> None:
         """Record the peak since the last call, for a phase if one is named, and reset it."""
         if self._resident is None:
-            peak_gib = torch.cuda.max_memory_allocated(self.device) / GIB
+            # torch.cuda.max_memory_allocated sorts some 130 figures first: 55 of 60 us.
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            peak_gib = stats["allocated_bytes"]["all"]["peak"] / GIB
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
             peak_gib = self._resident.peak_gib()

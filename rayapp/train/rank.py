@@ -9,7 +9,10 @@ reads them directly.
 
 from __future__ import annotations
 
+import socket
 import statistics
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,13 +25,20 @@ import torch.distributed as dist
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.metrics_log import MetricsLog
-from rayapp.observe.records import Summary
+from rayapp.observe.records import Summary, Validation
 from rayapp.observe.run_folder import DONE, MOVED, STOPPED
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.checkpoint.saver import Checkpointer
-from rayapp.train.checkpoint.state import restore, start_from, state_tensors, state_values
+from rayapp.train.checkpoint.state import (
+    load_weights,
+    restore,
+    start_from,
+    state_tensors,
+    state_values,
+)
 from rayapp.train.engine import Engine
+from rayapp.train.profiles import Profiler
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
 from rayapp.train.step_sync import CONTINUE, RESTART
@@ -87,6 +97,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
 
     engine = trainer.engine(control)
     engine.attempt, engine.poll, engine.phases = attempt[0], poll, phases
+    engine.own_time.nodes = nodes = [""] * dist.get_world_size()
+    dist.all_gather_object(nodes, socket.gethostname(), group=control)
     engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
@@ -94,7 +106,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
             before = partial(trainer.before_first_step, engine)
             _, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
             phases.end("before_first_step")
-        last = None if engine.left else train(engine, context, first_step, log, phases)
+        profiled = spec.config.train.profiled if rank == 0 else range(0)
+        profiler = Profiler(storage, profiled, context.device)
+        last = None if engine.left else train(engine, context, first_step, log, profiler)
         phases.begin("committing the last checkpoint")
         saver.close()
     finally:
@@ -138,18 +152,22 @@ def train(
     context: RankContext,
     first_step: int,
     log: MetricsLog | None,
-    phases: Phases,
+    profiler: Profiler,
 ) -> MetricsLine | None:
     """Run the steps from `first_step` on, log their lines (rank 0), and return the last one."""
     last: MetricsLine | None = None
+    phases, done = context.phases, first_step
+    profiler.after(done)
     phases.begin("waiting for the first rows")
     for line in loop.train(engine, context.open_steps(first_step)):
         if last is None:
             phases.end("first_step")
-        last = line
+        last, done = line, line["step"]
         if log:
             log.write(line)
         context.on_record(line)
+        profiler.after(done)
+    profiler.after(done, last=True)
     phases.end("train")
     return last
 
@@ -180,3 +198,23 @@ def schedule(
     if leaving is not None:
         engine.save_due = cadence.save_due
         engine.leave_due, engine.poll_due = leaving.due, leaving.poll_due
+
+
+def validate(spec: AnySpec, name: str, step: int) -> Validation:
+    """Evaluate a checkpoint as training does, in this process alone, which the driver starts.
+
+    Return a line of validation.jsonl.
+    """
+    began = time.time()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
+        try:
+            trainer = spec.alone().build(device)
+            load_weights(trainer, open_storage(spec.run_url), name)
+            engine = trainer.engine(dist.group.WORLD)
+            assert engine.evaluate is not None, "no rows are held out"
+            held_out = engine.evaluate(step)
+        finally:
+            dist.destroy_process_group()
+    return {"step": step, **held_out, "seconds": time.time() - began, "time": time.time()}

@@ -73,8 +73,8 @@ class RunSpec(Generic[ConfigType, DataType]):
     order: Order
     run_url: str
     tokenizer_url: str = ""
-    auto_micro_batch: bool = False
-    """Whether the micro-batch size was chosen by `auto`, and may be reduced."""
+    auto: tuple[str, ...] = ()
+    """The fields of train that `auto` chose: micro_batch may be reduced, compile be left out."""
     tasks: tuple[TaskItems, ...] = ()
     """What the model is scored on."""
     system: str = ""

@@ -4,12 +4,14 @@
     ...
     agreement.wait().counts  # over all ranks
 
-The message is 5 int64 and the counts, in host memory. Only rank 0 decides whether to save, leave or
-poll; the other ranks send zeros there, so that the sum is rank 0's decision.
+The message is 5 int64 and the counts, in host memory; now and then also each rank's own time. Only
+rank 0 decides whether to save, leave or poll; the other ranks send zeros there, so that the sum is
+rank 0's decision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,8 @@ class Totals:
     leave: int
     """CONTINUE, STOP or RESTART."""
     poll: bool
+    own_us: Sequence[int] = ()
+    """Of each rank, where the ranks tell it."""
 
     @property
     def weight(self) -> int:
@@ -44,13 +48,25 @@ class Agreement:
     """The all-reduce of a step's totals, while it is under way."""
 
     def __init__(
-        self, counts: StepCounts, digest: int, *, save: bool, leave: int, poll: bool, group: Any
+        self,
+        counts: StepCounts,
+        digest: int,
+        own_us: Sequence[int] = (),
+        *,
+        save: bool,
+        leave: int,
+        poll: bool,
+        group: Any,
     ) -> None:
-        """Start the all-reduce; `digest` is the sum of this rank's row digests, `group` is gloo."""
+        """Start the all-reduce; `digest` is the sum of this rank's row digests, `group` is gloo.
+
+        `own_us` has this rank's microseconds at its place among zeros, on all ranks or on none.
+        """
         digest %= 2**64
         # The digest is sent in halves, so that sums over ranks cannot overflow an int64.
-        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(poll), *counts.flat()]
-        self._message = torch.tensor(parts, dtype=torch.int64)
+        parts = [digest >> 32, digest & 0xFFFFFFFF, int(save), leave, int(poll)]
+        self._message = torch.tensor([*parts, *own_us, *counts.flat()], dtype=torch.int64)
+        self._ranks = len(own_us)
         self._work = dist.all_reduce(self._message, group=group, async_op=True)
         self._totals: Totals | None = None
 
@@ -59,7 +75,8 @@ class Agreement:
         if self._totals is None:
             assert self._work is not None, "every rank is in the group"
             self._work.wait()
-            high, low, save, leave, poll, *counts = map(int, self._message)
-            whole = order.combine([high << 32, low])
-            self._totals = Totals(StepCounts.of_flat(counts), whole, save > 0, leave, poll > 0)
+            high, low, save, leave, poll, *rest = self._message.tolist()
+            whole, own_us = order.combine([high << 32, low]), rest[: self._ranks]
+            counts = StepCounts.of_flat(rest[self._ranks :])
+            self._totals = Totals(counts, whole, save > 0, leave, poll > 0, own_us)
         return self._totals

@@ -55,7 +55,6 @@ def check_export(
 def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -> ExportCheck:
     import transformers
 
-    transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
         path = local_copy(folder, stack)
         hf, report = transformers.AutoModelForImageClassification.from_pretrained(

@@ -59,17 +59,6 @@ class CheckedImageRun(command.CheckedRun):
         return {name: parts[name] for name in ("files", "eval_files")}
 
 
-def absolute(config: VisionConfig) -> VisionConfig:
-    """Make local paths absolute, because the workers have another working folder."""
-    local, model = checks.absolute_path, config.model
-    paths = {"path": local(config.data.path), "eval_path": local(config.data.eval_path)}
-    if model.path not in IMAGE_PRESETS:  # even if a folder here has the preset's name
-        model = model.model_copy(update={"path": local(model.path)})
-    data = config.data.model_copy(update=paths)
-    run = checks.absolute_run(config.run)
-    return config.model_copy(update={"run": run, "data": data, "model": model})
-
-
 def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> CheckedImageRun:
     """Check storage, data, model and number of workers, and whether the planned memory fits.
 
@@ -79,7 +68,7 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     Raises:
         ConfigError: with every problem found.
     """
-    config = absolute(config)
+    config = checks.absolute(config, {"model.path": IMAGE_PRESETS})
     problems = checks.shared_problems(config, local_cores, local_gpus)
     data, path = config.data, config.data.path
     if path == drawn_shapes.NAME and not problems:

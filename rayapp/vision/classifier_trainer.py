@@ -91,6 +91,7 @@ class ImageTrainer(Trainer):
 
     def engine(self, control: Any) -> Engine:
         """Return the loop's engine for a classifier."""
+        batch_norm = self.spec.config.parallel
         engine = self.common_engine(
             control,
             rows_per_epoch=self.spec.order.num_rows,
@@ -98,6 +99,8 @@ class ImageTrainer(Trainer):
             record=partial(image_record, mfu_per_image(self.spec, self.device)),
             last_of_step=self._last_of_step,
             updated=self._updated,
+            # FSDP gathers inside the classifier, and batch-norm over all workers waits for them.
+            blocks=[self.classifier] if self.ddp and not batch_norm.sync_batch_norm else [],
         )
         if self.spec.data.held_out:
             engine.evaluate = lambda step: self.scores(engine).figures()

@@ -54,7 +54,7 @@ class Run:
         """What the allocator reserves: what is alive and its fragments."""
         terms = self.job.layout.peak().terms
         moving = sum(terms[name] for name in ("activations", "logits", "gathers"))
-        return (sum(terms.values()) + FRAGMENTATION * moving) / 2**30
+        return (sum(terms.values()) + FRAGMENTATION["cuda"] * moving) / 2**30
 
 
 def machine(gpu: Gpu, gpus: int, gigabits: float) -> Machine:

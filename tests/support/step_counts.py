@@ -26,6 +26,7 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.data.packing import IGNORE
 from rayapp.data.token_rows import StepRows
+from rayapp.model.sharding import find_blocks
 from rayapp.train import loop
 from rayapp.train.engine import Engine
 from rayapp.train.loss import chunked_cross_entropy
@@ -93,7 +94,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def rows_of(micro_batches: int, masked: float) -> StepRows:
+def rows_of(micro_batches: int, masked: float, step: int) -> StepRows:
     """Return packed rows of three documents, of whose labels a share bears no loss."""
     shape = (micro_batches, 2, SEQ_LEN)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, shape).astype(np.int32)
@@ -102,7 +103,7 @@ def rows_of(micro_batches: int, masked: float) -> StepRows:
     labels = ids.copy()
     labels[..., : int(masked * SEQ_LEN)] = IGNORE
     places = np.zeros(shape[:2], np.int64)
-    return StepRows(0, ids, labels, segments, places, places, places)
+    return StepRows(step, ids, labels, segments, places, places, places)
 
 
 @contextmanager
@@ -122,8 +123,12 @@ def counts_of(
     micro_batches: int = 1,
     lora: bool = False,
     masked: float = 0.0,
+    step: int = 1,
 ) -> Counts:
-    """Return the counts of a rank's second step, in bf16 with varlen attention."""
+    """Return the counts of a rank's step (from 0), in bf16 with varlen attention.
+
+    It follows another step.
+    """
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -158,9 +163,11 @@ def counts_of(
             1.0,
             None,
             last_of_step=partial(model.sum_over_replicas, lm),
+            blocks=find_blocks(lm.hf),
         )
-        batch = rows_of(micro_batches, masked)
+        batch = rows_of(micro_batches, masked, step - 1)
         loop.train_step(engine, batch, loop.agree(engine, batch))
+        batch = rows_of(micro_batches, masked, step)
         counts = Counts()
         ops = _Ops(counts)
 

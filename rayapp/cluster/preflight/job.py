@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.__main__ import MODULE, OPTIONS, read_options
-from rayapp.config import RunConfig
+from rayapp.config import RunConfig, load
 from rayapp.jobs import JobError, JobsClient, SubmitOptions, prepare
-from rayapp.jobs.submission import changed
 
 
 def send(
@@ -60,7 +59,7 @@ def preflight(
     asked = {"json": "true", "timeout_s": f"{timeout_s:g}"}
     if min_gbit_per_s is not None:
         asked["min_gbit_per_s"] = f"{min_gbit_per_s:g}"
-    cluster, submission_id = send(changed(config, sections), options, address, asked)
+    cluster, submission_id = send(load(config, None, None, **sections), options, address, asked)
     info = cluster.wait(submission_id)
     text = cluster.logs(submission_id)
     _, brace, rest = f"\n{text}".partition("\n{")  # Ray may print lines before it

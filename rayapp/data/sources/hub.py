@@ -74,7 +74,7 @@ def _parts(path: str) -> tuple[str, str | None, str | None, str | None]:
 
 
 def _missing(path: str, error: Exception) -> SourceError:
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     return SourceError(
         f"data.path={path} cannot be read from the hub: {first}. Give a file or folder that "
         "exists, or org/name:config@split"

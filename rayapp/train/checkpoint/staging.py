@@ -6,7 +6,8 @@
 
 torch's stager allocates the copy at the first save, and again if the structure of the state has
 changed; other saves only copy bytes into it. The stager itself would walk and rebuild the whole
-tree at each save, which took 35 ms for 300 tensors on a CPU (docs/decisions.md).
+tree at each save: 110 ms for 297 tensors of 480 MiB on a CPU, of which copying takes 57 ms
+(docs/decisions.md).
 """
 
 from __future__ import annotations
