@@ -31,15 +31,15 @@ TRAINING = (
     Mutation(
         "clip-by-own-norm",
         OPTIMIZER,
-        "norm = nn.utils.get_total_norm(each.grad for each in",
-        'norm = nn.utils.get_total_norm(getattr(each.grad, "_local_tensor", each.grad) for each in',
+        "        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))\n",
+        "",
         WHOLE_RUN,
     ),
     Mutation(
         "clip-by-value",
         OPTIMIZER,
-        "nn.utils.clip_grads_with_norm_(parameters, limit, norm)",
-        "nn.utils.clip_grad_value_(parameters, limit)",
+        "torch._foreach_mul_(shards, limit / (norm + CLIP_EPS))",
+        "torch._foreach_clamp_max_(shards, limit)",
         ONE_STEP,
     ),
     Mutation(

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import processes
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName, OptimizerName
+from rayapp.model.init import local_part
 from rayapp.train.optimizer import (
+    clip,
     decay_groups,
     hidden_matrices,
     lr_at,
@@ -90,6 +96,50 @@ def test_adamw_equals_numpy() -> None:
         optimizer.step()
         for name, parameter in trained.items():
             np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-9)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_adamw_and_clip_of_shards_are_bitwise_as_on_dtensors(tmp_path: Path, world: int) -> None:
+    processes.spawn(_sharded_updates, world, str(tmp_path / "meet"))
+
+
+def _sharded_updates(rank: int, world: int) -> None:
+    """On each kind of mesh: uneven and empty shards, one along the second dimension."""
+    shapes = {"a": (7, 3), "b": (1, 5), "c": (64, 9), "d": (3, world, 2)}
+    for grid in sorted({(world,), (world, 1), (1, world), (max(1, world // 2), min(2, world))}):
+        mesh = init_device_mesh("cpu", grid)
+
+        def drawn(seed: int) -> nn.ParameterDict:
+            torch.manual_seed(seed)
+            before = [Replicate()] * (mesh.ndim - 1)  # noqa: B023
+            values = {name: torch.randn(shape) for name, shape in shapes.items()}
+            return nn.ParameterDict(
+                {
+                    name: distribute_tensor(each, mesh, [*before, Shard(int(name == "d"))])  # noqa: B023
+                    for name, each in values.items()
+                }
+            )
+
+        ours, theirs = drawn(0), drawn(0)
+        options: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
+        (mine,) = make_optimizers("adamw", ours, lr=1e-2, **options)
+        other = torch.optim.AdamW(decay_groups(theirs, 0.1), lr=1e-2, betas=(0.9, 0.95), fused=True)
+        for seed in range(1, 4):
+            for parameters in (ours, theirs):
+                for name, gradient in drawn(seed).items():
+                    parameters[name].grad = gradient.detach()
+            norm: Any = nn.utils.get_total_norm(each.grad for each in theirs.values())
+            nn.utils.clip_grads_with_norm_(theirs.values(), 0.5, norm)
+            assert clip(ours, 0.5) == norm.full_tensor().item()
+            mine.step()
+            other.step()
+            for name, parameter in ours.items():
+                kept, wanted = mine.state[parameter], other.state[theirs[name]]
+                for one, two in [(parameter, theirs[name])] + [
+                    (kept[k], wanted[k]) for k in wanted
+                ]:
+                    assert isinstance(one, DTensor) == isinstance(two, DTensor)
+                    assert torch.equal(local_part(one.detach()), local_part(two.detach()))
 
 
 def language_model() -> LlamaForCausalLM:

@@ -78,6 +78,20 @@ def both(
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "new_tokens": 3}),
+        ("qwen3-0.6b", 1, {}),
+        ("qwen3-0.6b", 1, {"lora": Lora(rank=16)}),
+        ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "param_dtype": None}),
+        ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "new_tokens": 3}),
+        (
+            "qwen3-0.6b",
+            4,
+            {
+                "strategy": "no_shard",
+                "lora": Lora(rank=16),
+                "activation_checkpointing": "full",
+                "accumulation": 2,
+            },
+        ),
         ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
         ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
         ("dolly-v2-7b", 8, {}),

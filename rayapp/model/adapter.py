@@ -23,7 +23,7 @@ from rayapp.model.adapter_files import StackReader, expert_parts, peft_name, sta
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.experts import parameter_names
 from rayapp.model.files import ShardReader, Stored, read_header
-from rayapp.model.init import fill
+from rayapp.model.init import fill, whole_of
 from rayapp.model.lora_layers import (
     ADAPTER,
     MAGNITUDE,
@@ -32,7 +32,6 @@ from rayapp.model.lora_layers import (
     linear_names,
     trained,
     updates,
-    whole_of,
 )
 from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.storage import Readable
@@ -251,7 +250,7 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
 
 def _merge(weight: Any, update: LoraUpdate | RowsUpdate) -> None:
     """Add an update with whole factors to a weight."""
-    merged = update.merged(whole_of(weight).float(), lambda factor: factor)
+    merged = update.merged(whole_of(weight).cpu().float(), lambda factor: factor)
     fill(weight, merged.to(weight.dtype))
 
 

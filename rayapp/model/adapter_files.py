@@ -24,7 +24,8 @@ from rayapp.model.build import LanguageModel
 from rayapp.model.experts import expert_factors
 from rayapp.model.export import Reverse
 from rayapp.model.files import ShardReader, Stored
-from rayapp.model.lora_layers import ADAPTER, MAGNITUDE, LoraUpdate, trained, updates, whole_of
+from rayapp.model.init import whole_of
+from rayapp.model.lora_layers import ADAPTER, MAGNITUDE, LoraUpdate, trained, updates
 from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.model.sharding import reshard
 from rayapp.model.small_files import small_files_of
@@ -52,7 +53,7 @@ def export_adapters(
 ) -> list[str]:
     """Write the adapters in peft's format; all ranks call it. Return the names, [] off rank 0."""
     reshard(model)
-    whole = {peft_name(name): whole_of(parameter) for name, parameter in trained(model.hf).items()}
+    whole = {peft_name(name): whole_of(p).cpu() for name, p in trained(model.hf).items()}
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
     from safetensors.torch import save

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -35,6 +34,7 @@ from transformers.core_model_loading import (
 
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import SINGLE, layout
+from rayapp.model.init import whole_of
 from rayapp.model.lora_layers import LoraUpdate, updates
 from rayapp.model.new_tokens import RowsUpdate
 from rayapp.model.quantize import Linear4bit
@@ -225,20 +225,11 @@ def _gather(
     Without an update, shards are cast before they are gathered.
     """
     dtype = _stored_as(tensor, dtype)
-    if change is None:
-        return tensor.whole().to(dtype) if isinstance(tensor, Linear4bit) else _whole(tensor, dtype)
-    whole = (
-        tensor.whole() if isinstance(tensor, Linear4bit) else _whole(tensor, tensor.dtype).float()
-    )
-    return change.merged(whole, partial(_whole, dtype=torch.float32)).to(dtype)
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor.to(dtype)
-    on = tensor.device_mesh.device_type  # offloaded shards are not on the mesh's device
-    return cast(DTensor, tensor.to(device=on, dtype=dtype)).full_tensor()
+    first = dtype if change is None else None
+    whole = tensor.whole() if isinstance(tensor, Linear4bit) else whole_of(tensor, first)
+    if change is not None:
+        whole = change.merged(whole.float(), partial(whole_of, dtype=torch.float32))
+    return whole.to(dtype)
 
 
 def _stored_as(tensor: Tensor | Linear4bit, dtype: torch.dtype) -> torch.dtype:

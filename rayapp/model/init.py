@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,15 @@ def local_slice(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor of a possibly sharded one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole of a possibly sharded tensor, cast before it is gathered; collective."""
+    tensor, dtype = tensor.detach(), dtype or tensor.dtype
+    if not isinstance(tensor, DTensor):
+        return tensor.to(dtype)
+    on = tensor.device_mesh.device_type  # offloaded shards are not on the mesh's device
+    return cast(DTensor, tensor.to(on, dtype)).full_tensor()
 
 
 def fill(tensor: Tensor, whole: Tensor) -> None:

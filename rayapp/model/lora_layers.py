@@ -17,18 +17,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rayapp.config import Lora
 from rayapp.model.build import LanguageModel, beside_text, of_adapter, without_wrappers
 from rayapp.model.experts import compute_adapted, expert_factors, parameter_names
-from rayapp.model.init import fill
+from rayapp.model.init import fill, whole_of
 from rayapp.model.new_tokens import ROWS, NewRows, RowsUpdate, add_rows
 from rayapp.model.quantize import BLOCK, Linear4bit
 from rayapp.model.sharding import find_blocks
@@ -242,11 +241,3 @@ def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate | RowsUpdate]:
 def _row_norms(weight: Tensor, transposed: bool) -> Tensor:
     """Return the norm of each output's weights: [out, 1], or [1, out] of a transposed weight."""
     return torch.linalg.vector_norm(weight, dim=0 if transposed else 1, keepdim=True)
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded tensor on the CPU; all ranks call it."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-    return tensor.cpu().contiguous()

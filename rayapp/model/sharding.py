@@ -4,7 +4,8 @@
 
 Each parameter is sharded over the ranks along its first dimension (experts in some cases along
 their second), and each transformer block is gathered by one all-gather. Embeddings, final norm and
-head belong to the root, whose hook gathers them when `Wrapper.forward` starts.
+head belong to the root, whose hook gathers them when `Wrapper.forward` starts. The frozen base of
+adapters is left whole where a shard group has one rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
-from rayapp.model.build import Wrapper, beside_text, text_of
+from rayapp.model.build import Wrapper, beside_text, of_adapter, text_of
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 
@@ -87,33 +88,41 @@ def shard(
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    free_after_forward = strategy in ("full_shard", "hybrid_shard")
+    shards = mesh.size(mesh.ndim - 1)
+    base = set[nn.Parameter]()
+    adapted = any(of_adapter(name) for name, _ in model.named_parameters())
+    if adapted and shards == 1 and not cpu_offload:  # FSDP would copy the frozen base in each pass
+        frozen = (each for each in model.parameters() if not each.requires_grad)
+        base = {each for each in frozen if each.dtype == (param_dtype or each.dtype)}
+    apply = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=base)
+    free_after_forward = strategy in ("full_shard", "hybrid_shard") and not base
     blocks = find_blocks(model.hf)
-    placement = partial(_placement, mesh.size(mesh.ndim - 1))
+    placement = partial(_placement, shards)
     for block in blocks:
         # The last block's backward follows its forward at once, as does the root's: freeing in
         # between would only cost a second all-gather.
-        fully_shard(
+        apply(
             block,
-            mesh=mesh,
             reshard_after_forward=free_after_forward and block is not blocks[-1],
             shard_placement_fn=placement,
             mp_policy=precision,
-            offload_policy=offload,
         )
     for part in beside_text(model.hf):  # it never runs, so that it is never gathered
-        fully_shard(part, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        apply(part, mp_policy=precision)
     root = replace(precision, cast_forward_inputs=False)  # the numbers of records stay float32
-    fully_shard(
-        model, mesh=mesh, reshard_after_forward=False, mp_policy=root, offload_policy=offload
-    )
+    apply(model, reshard_after_forward=False, mp_policy=root)
     model.offloaded = cpu_offload
     model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
-    replicated = mesh.ndim == 2 and mesh.size(0) > 1
-    model.replicated = [m for m in model.modules() if replicated and isinstance(m, FSDPModule)]
-    _prefetch(cast(list[FSDPModule], blocks))
-    if mesh.size() > 1:
-        _sum_gradients(model)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    model.replicated = sharded if mesh.size() > shards else []
+    for one, following in pairwise(cast(list[FSDPModule], blocks)):
+        # FSDP prefetches in the backward only: in the forward it trusts that the host is ahead.
+        one.set_modules_to_forward_prefetch([following])
+    for module in sharded if mesh.size() > 1 else ():
+        # The loss is divided by the valid tokens of the global batch: gradients are sums, not
+        # means. Without the second call FSDP would use PREMUL_SUM, which gloo refuses.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -179,25 +188,3 @@ def _placement(shards: int, parameter: nn.Parameter) -> Shard | None:
     if parameter.ndim == 3 and parameter.shape[0] % shards and parameter.shape[1] % shards == 0:
         return Shard(1)
     return None
-
-
-def _prefetch(blocks: list[FSDPModule]) -> None:
-    """Prefetch the next block's parameters before a block computes.
-
-    By default FSDP does so in the backward pass only; in the forward pass it relies on the host
-    running ahead of the device.
-    """
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-
-
-def _sum_gradients(model: nn.Module) -> None:
-    """Make FSDP sum gradients over ranks instead of averaging them.
-
-    The loss is already divided by the valid tokens of the global batch. With a divide factor of 1
-    alone FSDP would use ReduceOp.PREMUL_SUM, which gloo refuses, so SUM is forced.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

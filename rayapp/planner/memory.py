@@ -88,6 +88,16 @@ class Layout:
         return self.seq_len
 
     @property
+    def plain_base(self) -> bool:
+        """Whether the frozen base of adapters is held whole, outside FSDP, which gathers none."""
+        return self.lora_rank is not None and self.shards == 1 and not self.cpu_offload
+
+    @property
+    def frees(self) -> bool:
+        """Whether a block's gathered parameters are freed between its forward and its backward."""
+        return self.strategy in ("full_shard", "hybrid_shard") and not self.plain_base
+
+    @property
     def context(self) -> float:
         """Mean number of tokens that a token attends to, as if each row held one document.
 
@@ -275,11 +285,11 @@ class _Gathers(NamedTuple):
 def _gathers(layout: Layout) -> _Gathers:
     shape, e, trains_all = layout.shape, layout.element, layout.lora_rank is None
     adapters = 0.0 if trains_all else float(layout.trainable)
-    block = e * (shape.block_parameters + adapters / shape.layers)
-    root = float(e * shape.root_parameters)  # embedding, head, final norm: the whole micro-batch
-    stay = layout.strategy in ("shard_grad_op", "no_shard")
-    blocks = e * (shape.all_blocks_parameters + adapters) if stay else 0.0
-    prefetched = 0.0 if stay else block
+    base = 0 if layout.plain_base else e
+    block = base * shape.block_parameters + e * adapters / shape.layers
+    root = float(base * shape.root_parameters)  # embedding, head, final norm: the micro-batch
+    blocks = 0.0 if layout.frees else base * shape.all_blocks_parameters + e * adapters
+    prefetched = block if layout.frees else 0.0
     # The result of an all-gather stays until the next one is copied out of its own.
     buffer, root_buffer = (block, root) if layout.shards > 1 else (0.0, 0.0)
     trained_root = shape.root_parameters - layout.frozen.tables if trains_all else 0.0

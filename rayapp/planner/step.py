@@ -155,13 +155,11 @@ def _host_s(job: Workload[Layout]) -> float:
 
 
 def _copies_s(job: Workload[Layout]) -> float:
-    """Return the seconds of copies into and out of collective buffers, per micro-batch.
-
-    FSDP makes them on one GPU too.
-    """
+    """Return the seconds of FSDP's copies, on one GPU too, per micro-batch."""
     layout = job.layout
-    gathers = 2 if _frees(layout) else 1
-    gathered = 2 * layout.element * layout.shape.text_parameters * gathers
+    gathers = 2 if layout.frees else 1
+    held = layout.trainable if layout.plain_base else layout.shape.text_parameters
+    gathered = 2 * layout.element * held * gathers
     reduced = (layout.element + FP32) * layout.trainable
     return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
 
@@ -174,7 +172,7 @@ def _transfers_s(job: Workload[Layout]) -> float:
         kept = kept_bytes(replace(layout, activation_offload=False))
         moved += 2 * kept * layout.shape.layers * layout.tokens
     if layout.cpu_offload:  # fp32 shards go to the GPU for each gather, gradients come back
-        gathers = 2 if _frees(layout) else 1
+        gathers = 2 if layout.frees else 1
         moved += FP32 * (gathers * layout.shape.text_parameters + layout.trainable) / layout.shards
     return moved / rate
 
@@ -216,10 +214,6 @@ def loss_traffic_bytes(layout: Layout) -> float:
 def _passes(layout: Layout) -> int:
     """Return the cost of a block's kernels in forwards: backward is 2, recomputation is 1."""
     return 3 if layout.checkpointing == "none" else 4
-
-
-def _frees(layout: Layout) -> bool:
-    return layout.strategy in ("full_shard", "hybrid_shard")
 
 
 def _kept_share(layout: Layout) -> float:
@@ -272,7 +266,7 @@ def _exposed_s(job: Workload[Layout], forward_s: float, backward_s: float) -> fl
         root += collective_s(machine, shards, FP32 * shape.root_parameters)
     each_forward = forward_s / shape.layers
     each_backward = backward_s / shape.layers
-    behind = gather + scatter if _frees(layout) else scatter
+    behind = gather + scatter if layout.frees else scatter
     exposed = shape.layers * (max(0.0, gather - each_forward) + max(0.0, behind - each_backward))
     hidden = shape.layers * (min(gather, each_forward) + min(behind, each_backward))
     first_and_last = gather + scatter

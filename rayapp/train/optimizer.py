@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any, assert_never, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rayapp.config.optimizers import OPTIMIZERS, ImageOptimizerName, OptimizerName, Updates
+from rayapp.model.init import local_part, whole_of
 from rayapp.model.new_tokens import NewRows
 
 CLIP_EPS = 1e-6  # PyTorch divides by the norm plus this
@@ -103,6 +104,16 @@ def embedding_tables(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+class AdamW(torch.optim.AdamW):
+    """PyTorch's AdamW, on local tensors: on DTensors the host takes 2 to 4 times as long."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
+        is_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_part, tensors)
+        return is_complex
+
+
 class Lars(torch.optim.Optimizer):
     """SGD with momentum whose rate is scaled per layer by the weights' norm over the gradient's.
 
@@ -124,7 +135,8 @@ class Lars(torch.optim.Optimizer):
                     continue
                 change = weight.grad.add(weight, alpha=decay)
                 if weight.ndim > 1:
-                    size, slope = _norm(weight), _norm(weight.grad)
+                    norms = map(torch.linalg.vector_norm, (weight, weight.grad))
+                    size, slope = map(whole_of, norms)
                     scale = self.trust * size / (slope + decay * size)
                     change.mul_(torch.where((size > 0) & (slope > 0), scale, 1.0))
                 state = self.state[weight]
@@ -133,12 +145,6 @@ class Lars(torch.optim.Optimizer):
                 velocity = state["velocity"]
                 velocity.mul_(group["momentum"]).add_(change, alpha=group["lr"])
                 weight.sub_(velocity)
-
-
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the norm of a whole tensor, of which this rank may hold only a shard."""
-    norm = torch.linalg.vector_norm(tensor.detach())
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def make_optimizers(
@@ -166,7 +172,7 @@ def _maker(
 ) -> Callable[..., torch.optim.Optimizer]:
     match kind:
         case "adamw":
-            return partial(torch.optim.AdamW, betas=betas, fused=True)
+            return partial(AdamW, betas=betas, fused=True)
         case "adamw8bit":  # moments in blocks of 256
             from torch._functorch import config as functorch_config
             from torchao.optim import AdamW8bit
@@ -239,14 +245,24 @@ def set_lr(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
                 group["lr"] = rate
 
 
+@torch.no_grad()
 def clip(model: nn.Module, limit: float | None) -> float:
     """Clip the gradient to a global norm over all shards; return the norm before clipping.
 
-    Like nn.utils.clip_grad_norm_, but gradients within the limit are not rescaled by 1.
+    Like nn.utils.clip_grad_norm_, but on local tensors, and not by 1 within the limit.
     """
-    parameters = list(model.parameters())
-    norm = nn.utils.get_total_norm(each.grad for each in parameters if each.grad is not None)
-    length = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    if not gradients:
+        return 0.0
+    (mesh,) = {getattr(each, "device_mesh", None) for each in gradients}  # None: not sharded
+    shards = [local_part(each) for each in gradients]
+    norms = torch.stack(torch._foreach_norm(shards))
+    if mesh is not None and mesh.size(mesh.ndim - 1) > 1:  # the last dimension shards
+        squares = norms.square()
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+        norms = squares.sqrt()
+    norm = torch.linalg.vector_norm(norms)
+    length = float(norm)
     if limit is not None and length > limit - CLIP_EPS:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        torch._foreach_mul_(shards, limit / (norm + CLIP_EPS))
     return length

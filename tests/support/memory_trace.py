@@ -28,6 +28,7 @@ from transformers import PretrainedConfig, masking_utils
 
 from rayapp import model
 from rayapp.config import Lora
+from rayapp.model.init import local_part
 from rayapp.train.block_passes import GroupedOnShapes, build_on_shapes
 from rayapp.train.loss import chunked_cross_entropy
 from rayapp.train.optimizer import make_optimizers
@@ -83,14 +84,20 @@ def trace(
         # positions, which have no values here.
         whole = mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with whole, FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
-            return _run(lm.to_empty(device=DEVICE).train(), micro_batch, seq_len, accumulation)
+            ends: Any = lm.hf.get_output_embeddings(), lm.hf.get_input_embeddings()
+            head, table = (getattr(each, "base_layer", each) for each in ends)
+            tied = head.weight is table.weight
+            lm.to_empty(device=DEVICE)
+            if tied:  # to_empty makes a parameter of each alias
+                head.weight = table.weight
+            return _run(lm.train(), micro_batch, seq_len, accumulation)
     finally:
         dist.destroy_process_group()
 
 
 def _run(lm: Any, micro_batch: int, seq_len: int, accumulation: int) -> Trace:
     (optimizer,) = make_optimizers("adamw", lm, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95))
-    shards = sum(p.to_local().nbytes for p in lm.parameters())
+    shards = sum(local_part(p).nbytes for p in lm.parameters())
     ids = torch.zeros(micro_batch, seq_len, dtype=torch.long, device=DEVICE)
     for parameter in lm.parameters():  # a first step makes the optimizer's state
         if parameter.requires_grad:

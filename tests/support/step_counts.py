@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,6 +57,8 @@ class Counts:
     """Bytes handed to the collectives of a kind."""
     kernels: Counter[str] = field(default_factory=Counter)
     """By phase: forward, backward, optimizer."""
+    sharded: Counter[str] = field(default_factory=Counter)
+    """Operations that the host dispatches on DTensors, by phase."""
     reads: int = 0
     """Times at which the host waits for a number of the device."""
 
@@ -75,8 +78,9 @@ class _Ops(TorchDispatchMode):
             kind = COLLECTIVES[name]
             self.counts.collectives[kind] += 1
             self.counts.sent[kind] += tensors.nbytes
-        elif name not in FREE and self.phase:
-            self.counts.kernels[self.phase] += 1
+        elif self.phase:
+            self.counts.kernels[self.phase] += name not in FREE
+            self.counts.sharded[self.phase] += any(issubclass(each, DTensor) for each in types)
         return func(*args, **(kwargs or {}))
 
 
