@@ -72,7 +72,10 @@ def test_libraries_print_nothing_that_no_user_can_act_on() -> None:
     bars = "import transformers.utils.logging as logging; print(logging.is_progress_bar_enabled())"
     for words, shown in ((["presets"], "False"), (["publish"], "True")):
         code = f"from rayapp.__main__ import main; main({words}); {bars}"
-        out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
+        out = subprocess.check_output(
+            [sys.executable, "-c", code], text=True, cwd=ROOT, env=environment
+        )
         assert out.splitlines()[-1] == shown, words
 
 

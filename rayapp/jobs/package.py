@@ -111,10 +111,7 @@ class Submission:
 
 
 def prepare(
-    config: RunConfig,
-    options: SubmitOptions,
-    module: str | None = None,
-    flags: Sequence[str] = (),
+    config: RunConfig, options: SubmitOptions, module: str | None = None, flags: Sequence[str] = ()
 ) -> Submission:
     """Check that a config can run on a cluster, zip its working directory, return the submission.
 

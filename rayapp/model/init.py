@@ -136,9 +136,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
     local_part(tensor).copy_(whole)
 
 
-def _modules_bottom_up(
-    hf: PreTrainedModel,
-) -> Iterator[tuple[str, PreTrainedModel, nn.Module]]:
+def _modules_bottom_up(hf: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel, nn.Module]]:
     """Yield (name, enclosing HF model, module), children before parents."""
     owners: dict[str, PreTrainedModel] = {}
     modules = []

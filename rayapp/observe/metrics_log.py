@@ -20,15 +20,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from rayapp.observe.metrics import (
-    BLOCK_BYTES,
-    MetricsLine,
-    Part,
-    backwards,
-    entries,
-    parsed,
-    parts,
-)
+from rayapp.observe.metrics import BLOCK_BYTES, MetricsLine, Part, backwards, entries, parsed, parts
 from rayapp.observe.run_folder import METRICS, METRICS_PARTS
 from rayapp.storage import Storage, StorageError
 

@@ -70,11 +70,7 @@ def stays(run: Storage, status: str) -> bool:
 
 
 def result_of(
-    config: RunConfig,
-    run: Storage,
-    summary: Summary,
-    phases: dict[str, float],
-    events: list[Event],
+    config: RunConfig, run: Storage, summary: Summary, phases: dict[str, float], events: list[Event]
 ) -> RunResult:
     """Return the content of result.json.
 

@@ -73,10 +73,7 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
         question = ask(config, **more)
         train, auto = config.train, config.parallel.strategy == "auto"
         question = with_auto(
-            question,
-            compiled=train.compile is None,
-            strategy=auto,
-            size=train.micro_batch is None,
+            question, compiled=train.compile is None, strategy=auto, size=train.micro_batch is None
         )
         planned, lora = answer(question), config.model.lora
         shape = question.layout.shape

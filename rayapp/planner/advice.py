@@ -258,10 +258,7 @@ def scaling(question: Question) -> list[Answer]:
 
 
 def cheapest(
-    question: Question,
-    *,
-    deadline_hours: float | None = None,
-    budget_usd: float | None = None,
+    question: Question, *, deadline_hours: float | None = None, budget_usd: float | None = None
 ) -> Answer:
     """Return the plan on the cheapest machines and settings that meet both limits.
 

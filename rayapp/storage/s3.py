@@ -186,11 +186,7 @@ class S3Storage(Storage):
         check_writable(self.url)
 
     def _call(
-        self,
-        what: str,
-        name: str,
-        request: Callable[[Any], T],
-        answers: dict[str, T] | None = None,
+        self, what: str, name: str, request: Callable[[Any], T], answers: dict[str, T] | None = None
     ) -> T:
         return send(what, self._folder_url(name), request, answers)
 

@@ -327,9 +327,7 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int, bool]]:
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine,
-    batches: Iterable[Any],
-    measure: Callable[[Any, int, Any], Mapping[Any, float]],
+    engine: Engine, batches: Iterable[Any], measure: Callable[[Any, int, Any], Mapping[Any, float]]
 ) -> dict[Any, float]:
     """Run the model in eval mode on all micro-batches; return what `measure` gives, summed.
 

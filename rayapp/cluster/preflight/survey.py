@@ -174,11 +174,7 @@ def _driver_file(url: str) -> Iterator[str]:
 
 
 def _work(
-    places: Sequence[NodeReport],
-    kind: str,
-    shape: Any,
-    timeout_s: float,
-    silences: list[Silence],
+    places: Sequence[NodeReport], kind: str, shape: Any, timeout_s: float, silences: list[Silence]
 ) -> tuple[list[Rank], AllReduce | None, list[Link]]:
     """Start a worker for each entry of `places`; measure devices, an all-reduce and links.
 
