@@ -354,6 +354,7 @@ def test_auto_compiles_a_run_that_is_long_enough() -> None:
     short, long = (
         config(
             model={"path": "tiny"},
+            data={"seq_len": 512},
             train={"micro_batch": 1, "tokens_per_step": 8192, "max_steps": steps},
             cluster=cluster,
         )

@@ -302,11 +302,7 @@ def _tied_names(hf: PreTrainedModel) -> list[list[str]]:
 
 @torch.no_grad()  # gradient mode is per thread
 def _load_one(
-    hf: PreTrainedModel,
-    conversion: Conversion,
-    tensors: State,
-    reader: ShardReader,
-    new: NewTokens,
+    hf: PreTrainedModel, conversion: Conversion, tensors: State, reader: ShardReader, new: NewTokens
 ) -> int:
     """Fill the local part of one conversion's parameters; return the bytes read for it."""
     if conversion.converter is not None and not conversion.is_stack():
@@ -403,11 +399,7 @@ def _untied(name: str, first: str, alias: str) -> str:
 
 
 def _check_ties(
-    twice: list[Tie],
-    tensors: dict[str, Tensor],
-    reader: ShardReader,
-    name: str,
-    new: NewTokens,
+    twice: list[Tie], tensors: dict[str, Tensor], reader: ShardReader, name: str, new: NewTokens
 ) -> None:
     """Compare tensors that config.json ties but that are stored twice.
 

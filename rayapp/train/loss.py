@@ -219,11 +219,23 @@ def _softmax_of_rows(
     return log_p_target, log_z, mean
 
 
+@cache
+def _sums_in_fp32(device: torch.device) -> bool:
+    """Say whether a GPU adds bf16 products to an fp32 sum in one kernel."""
+    one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    total = one.float()
+    try:
+        torch.addmm(total, one, one, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
         return
-    if total.is_cuda:  # the only kernels that add bf16 products to an fp32 sum
+    if total.is_cuda and _sums_in_fp32(total.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         return
     for part, rows in zip(total.split(LOSS_WORDS), a.split(LOSS_WORDS), strict=True):

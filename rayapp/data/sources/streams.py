@@ -17,14 +17,7 @@ from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of, is_compressed
 from rayapp.data.sources.json_lines import LINE_BYTES, TOO_LONG, line_value
-from rayapp.data.sources.parts import (
-    DataSource,
-    Piece,
-    Record,
-    SourceError,
-    opened,
-    printable,
-)
+from rayapp.data.sources.parts import DataSource, Piece, Record, SourceError, opened, printable
 
 BOM = codecs.BOM_UTF8  # which some editors put before a text; it is no part of the text
 CHUNK = 2**20
