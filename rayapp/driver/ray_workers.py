@@ -28,11 +28,13 @@ from rayapp.train.spec import AnySpec
 # a CPU then spends a sixth of its time on page faults. With the first two settings freed blocks
 # stay in the heap and are reused. glibc also assumes that one process has the last-level cache of
 # the whole host (480 MiB on a shared Xeon), so that copies below that size first read the memory
-# that they overwrite; the third setting uses non-temporal stores from 1 MiB on.
+# that they overwrite; the third setting uses non-temporal stores from 1 MiB on. A thread that
+# waits for the others of its worker spins by default, on the core that they may wait for.
 CPU_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={2**20}",
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 # Else memory that was freed in blocks of other sizes cannot be used.
 GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
