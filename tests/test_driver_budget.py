@@ -98,7 +98,8 @@ def test_an_unknown_price_is_refused(tmp_path: Path) -> None:
 def test_the_price_of_each_choice_is_needed(tmp_path: Path) -> None:
     def config(text: str, **run: Any) -> Config:
         settings = {f"run.{name}": value for name, value in run.items()}
-        return load(None, {"run.storage": str(tmp_path), "cluster.instance": text, **settings})
+        settings |= {"run.storage": str(tmp_path), "cluster.workers": "2"}
+        return load(None, {"cluster.instance": text, **settings})
 
     spot, priced = "g5.12xlarge,p4d.24xlarge:spot", "g5.12xlarge,p4d.24xlarge:spot@9.5"
     (problem,) = budget_problems(config(spot, max_usd=5))

@@ -115,7 +115,14 @@ def test_no_room_for_one_row_and_no_formula_are_refused(
     assert choose(run, peak_gib(1) - 0.001, monkeypatch, ignore_plan=True)[0] == 1
     said = io.StringIO()
     monkeypatch.setattr(auto, "_capacity_gib", lambda config, gpus: 1.0)
-    found = auto.chosen(config(), BertConfig(), run, True, Console(file=said, width=200), STEPS)
+    found = auto.chosen(
+        config(),
+        BertConfig(max_position_embeddings=ROWS * SEQ_LEN),
+        run,
+        True,
+        Console(file=said, width=200),
+        STEPS,
+    )
     assert (
         found.micro_batch == 8 and "micro-batch of 8 rows, whose memory is not" in said.getvalue()
     )

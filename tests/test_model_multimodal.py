@@ -112,6 +112,7 @@ def test_the_plan_counts_the_encoder_beside_the_text(
 ) -> None:
     sizes = ["--data.seq_len=128", "--train.tokens_per_step=1024", "--train.micro_batch=1"]
     machine = ["--cluster.workers=8", "--cluster.instance=g5.48xlarge"]
+    machine += ["--parallel.strategy=full_shard", "--train.compile=false"]
     asked = ["plan", f"--model.path={folder / 'model'}", *sizes, *machine]
     assert main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

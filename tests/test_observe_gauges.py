@@ -55,7 +55,7 @@ def record(step: int, **values: Any) -> MetricsLine:
         "attempt": 1,
         "skipped": False,
     }
-    facts |= {name: None for name, shown in FIELDS.items() if shown.tag in ("source", "name")}
+    facts |= {name: None for name, shown in FIELDS.items() if shown.tag in ("source", "name", "of")}
     return line_of(TOKENS, numbers, facts, {"mfu": None, "eval_loss": None}, values)
 
 

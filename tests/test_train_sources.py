@@ -371,7 +371,7 @@ def test_the_report_and_status_show_each_source(
         assert loss == words.fixed(sum(nats) / sum(counts) if sum(counts) else None, 4)
         assert held_out == words.fixed(lines[1]["eval_loss_by_source"][name], 4)
     now = statuses.read(run)
-    told = figures.by_source(now)
+    told = figures.lines_below(now)
     words_name = str(folder / "words.txt")
     share = lines[-1]["tokens_by_source"][words_name] / lines[-1]["tokens"]
     (mine,) = [text for text in told if text.startswith(f"{words_name}: ")]

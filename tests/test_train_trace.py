@@ -226,7 +226,8 @@ def test_frozen_parameters_have_no_gradients(freeze: tuple[str, ...]) -> None:
     tree = {
         "model": {"path": "qwen3-0.6b", "overrides": {"num_hidden_layers": 3}},
         "data": {"seq_len": 512},
-        "train": {"tokens_per_step": 8192, "micro_batch": 1, "freeze": freeze},
+        "train": {"tokens_per_step": 8192, "micro_batch": 1, "freeze": freeze, "compile": False},
+        "parallel": {"strategy": "full_shard"},
         "cluster": {"workers": "8", "instance": "g5.48xlarge"},
     }
     layout = planning.plan(from_dict(tree)).question.layout

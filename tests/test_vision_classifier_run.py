@@ -115,7 +115,7 @@ def test_plan_json_holds_the_plan_with_what_was_counted(
     assert plan["data"]["images"] == images.counts
 
 
-@pytest.mark.parametrize(("gpus", "slack_gib"), [(False, 0.85), (True, 1.3)])
+@pytest.mark.parametrize(("gpus", "slack_gib"), [(False, 0.8), (True, 1.3)])
 def test_a_run_on_no_named_instance_is_planned_for_what_it_has(
     gpus: bool, slack_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ def test_too_many_bad_files_are_refused_by_name(folder: Path, images: Images) ->
 
 
 def test_the_plan_is_shown_as_equations(folder: Path, images: Images) -> None:
-    config = config_of(folder, "plan", parallel__sync_batch_norm="true")
+    config = config_of(folder, "plan", parallel__sync_batch_norm="true", cluster__workers="2")
     order, out = order_of(config, images), io.StringIO()
     classifier_run.show(Console(file=out, width=200), config, images, order, 12_345)
     text = out.getvalue()
