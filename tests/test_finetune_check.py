@@ -47,7 +47,8 @@ def test_what_cannot_fit_is_refused_and_what_would_is_named() -> None:
     assert found is not None
     assert found.startswith("cluster.instance=g5.xlarge is too small: the plan is 1")
     assert found.endswith("or cluster.ignore_plan=true to start anyway")
-    assert "Set model.lora={rank: 16} parallel.activation_checkpointing=full, or " in found
+    full = "parallel.activation_checkpointing=full"
+    assert f"Set model.lora={{rank: 16}} {full} or parallel.cpu_offload=true {full}, or " in found
     assert size_problem(forecast(config(workers="8", instance="p5.48xlarge"), shape())) is None
 
 

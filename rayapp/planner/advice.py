@@ -27,9 +27,9 @@ Changes: TypeAlias = Iterator[tuple[str, Fields]]
 GAIN = 1.03
 # From here on `train.compile: auto` compiles: seconds of steps on a GPU, and model FLOPs of a
 # worker by device where the plan has no times. Compiling takes a minute on a GPU, half a minute on
-# two cores; it makes steps 1.2 to 1.5 times as fast on a GPU, and TODO times on CPUs.
+# two cores; it makes steps 1.2 times as fast on a GPU and on CPUs (docs/numbers.md).
 COMPILED_S = 300.0
-COMPILED_FLOPS = {"cpu": 3e13, "cuda": 1e17}
+COMPILED_FLOPS = {"cpu": 6e13, "cuda": 1e17}
 
 
 @dataclass(frozen=True)
