@@ -249,4 +249,4 @@ down-base:
 
 bench: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	for name in loop data readers scale windows resume sft checkpoint faults prepare tokens step loss observe vision plan; do $(BIN)/python bench/$$name.py || exit 1; done
+	for name in loop data readers scale windows resume sft checkpoint faults prepare tokens step real_model loss observe vision plan; do $(BIN)/python bench/$$name.py || exit 1; done
