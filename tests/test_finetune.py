@@ -531,7 +531,7 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
     )
     assert main(argv) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "micro-batch auto = 4 rows, planned " in said
+    assert "auto micro-batch of 4 rows, planned " in said
     assert "can't allocate memory: you tried to allocate 36028797018963968 bytes" in said
     again = "again with train.micro_batch=2: 8 rows / 2 = 4 micro-batches / 2 workers = 2 each"
     assert again in said

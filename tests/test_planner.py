@@ -341,6 +341,16 @@ def test_fp8_pays_from_a_width_of_4096_on() -> None:
     assert rate("llama3.1-8b", "fp8") > 1.1 * rate("llama3.1-8b", "bf16")
 
 
+def test_auto_takes_no_more_than_some_thousand_tokens_on_cpus() -> None:
+    small = {"model": {"path": "tiny"}, "data": {"seq_len": 512}, "train": {"micro_batch": "auto"}}
+    asked = config(**small, cluster={"instance": None, "workers": "1"})
+    sizes = [
+        planner.plan(asked, capacity_gib=1000.0, on_cpu=on_cpu).question.layout.micro_batch
+        for on_cpu in (True, False)
+    ]
+    assert sizes == [8, 2048]
+
+
 def test_auto_compiles_a_run_that_is_long_enough() -> None:
     def compiled(steps: int, **more: Any) -> bool:
         asked = config(train={"micro_batch": 1, "max_steps": steps}, **more)

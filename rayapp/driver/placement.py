@@ -16,14 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from rayapp.config import (
-    INSTANCE_LABEL,
-    MARKET_LABEL,
-    ConfigError,
-    Described,
-    Place,
-    RunConfig,
-)
+from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, ConfigError, Described, Place, RunConfig
 from rayapp.driver.ray_session import most_resources, uses_gpus
 
 POLL_S = 1.0

@@ -91,7 +91,8 @@ def chosen(
         size = before if kept and before else size
         if plan is None:
             rows = config.rows_per_step
-            size = max(n for n in range(1, size + 1) if rows % n == 0)
+            most = max(1, min(size, rows // config.cluster.min_workers))
+            size = max(n for n in range(1, most + 1) if rows % n == 0)
         figures = UNKNOWN if plan is None else _figures(plan.question, size)
         said += [f"micro-batch of {size} rows{', as this run began' if kept else ''}, {figures}"]
     said += [strategy] if sharding else []

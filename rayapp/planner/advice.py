@@ -25,6 +25,8 @@ Fields: TypeAlias = dict[str, Any]
 Changes: TypeAlias = Iterator[tuple[str, Fields]]
 # Smallest speed-up (a ratio) worth a suggestion; less is within the model's noise. Estimate.
 GAIN = 1.03
+# Tokens of a micro-batch from which on CPUs gain nothing by more.
+CPU_TOKENS = 4096
 # From here on `train.compile: auto` compiles: seconds of steps on a GPU, and model FLOPs of a
 # worker by device where the plan has no times. Compiling takes a minute on a GPU, half a minute on
 # two cores; it makes steps 1.2 times as fast on a GPU and on CPUs (docs/numbers.md).
@@ -166,14 +168,17 @@ def _whole(question: Question) -> tuple[str, Fields]:
 def largest_micro_batch(question: Question) -> int | None:
     """Return the best micro-batch in rows that fits; None if none fits or memory is unknown.
 
-    Only sizes that divide the rows of a step are tried. Of those that fit, it is the largest that
-    gives the busiest worker the fewest rows: 12 rows over 5 workers give it 3 rows with a
-    micro-batch of 1, but 4 with a micro-batch of 2.
+    Only sizes that divide the rows of a step are tried, on CPUs up to CPU_TOKENS tokens. Of those
+    that fit, it is the largest that gives the busiest worker the fewest rows: 12 rows over 5
+    workers give it 3 rows with a micro-batch of 1, but 4 with a micro-batch of 2.
     """
     rows, workers = question.rows_per_step, question.workers
+    most = max(1, rows // workers)
+    if question.layout.on_cpu:
+        most = max(1, min(most, CPU_TOKENS // question.layout.row))
     fitting = [
         size
-        for size in range(1, max(1, rows // workers) + 1)
+        for size in range(1, most + 1)
         if rows % size == 0 and answer(with_micro_batch(question, size)).fits
     ]
     return min(
