@@ -123,9 +123,11 @@ def test_no_room_for_one_row_and_no_formula_are_refused(
         Console(file=said, width=200),
         STEPS,
     )
-    assert (
-        found.micro_batch == 8 and "micro-batch of 8 rows, whose memory is not" in said.getvalue()
-    )
+    unplanned = "micro-batch of 8 rows, whose memory is not planned"
+    assert found.micro_batch == 8 and unplanned in said.getvalue()
+    monkeypatch.setattr(auto, "_capacity_gib", lambda config, gpus: None)  # no node has answered
+    found = auto.chosen(config(), SHAPE, run, True, Console(file=said, width=200), STEPS)
+    assert found.micro_batch == 8 and said.getvalue().count(unplanned) == 2
 
 
 def test_a_begun_run_keeps_what_auto_was(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from rayapp.storage import Storage
 from rayapp.train.planning import forecast
 from rayapp.train.spec import LanguageSpec
 
-LARGEST_UNPLANNED = 8  # rows of a micro-batch where the model's memory is unknown
-UNKNOWN = "whose memory is not planned: nothing is known of this model"
+LARGEST_UNPLANNED = 8  # rows of a micro-batch where no plan is possible
+UNKNOWN = "whose memory is not planned: nothing is known of the model, or no node is there to ask"
+ASK_S = 30.0  # for a node's answer
 # The usable share of the free memory of a node without GPUs; Ray ends workers when 95 % of all its
 # memory is used.
 CPU_SHARE = 0.9
@@ -73,11 +74,13 @@ def chosen(
     train, sharding = config.train, config.parallel.strategy == "auto"
     if None not in (train.micro_batch, train.compile) and not sharding:
         return config
-    capacity_gib = None
-    if config.cluster.instance is None and (sharding or train.micro_batch is None):
+    named, capacity_gib = config.cluster.instance is not None, None
+    if not named and (sharding or train.micro_batch is None):
         capacity_gib = _capacity_gib(config, gpus)
     there = placement.on_what_is_there(config)
     plan = forecast(there, shape, steps=steps, capacity_gib=capacity_gib, on_cpu=not gpus)
+    if capacity_gib is None and not named and train.micro_batch is None:
+        plan = None
     layout = None if plan is None else plan.question.layout
     size, strategy, compiled = LARGEST_UNPLANNED, "full_shard", False
     if isinstance(layout, Layout):
@@ -170,17 +173,25 @@ def _began(run: Storage) -> Config | None:
     return before
 
 
-def _capacity_gib(config: Config, gpus: bool) -> float:
-    """Ask a node that has room for a worker how much memory each worker may take, in GiB."""
+def _capacity_gib(config: Config, gpus: bool) -> float | None:
+    """Ask a node of the workers how much memory each may take, in GiB; None without an answer."""
     import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     if started_here() and not gpus:
         return _free_gib(gpus, config.cluster.min_workers)
-    need = dict(placement.needs(config))
-    task = ray.remote(
-        num_cpus=need.pop("CPU"), num_gpus=need.pop("GPU", 0), resources=need, max_retries=0
-    )(_free_gib)
-    return float(ray.get(task.remote(gpus, config.cluster.min_workers)))
+    need = placement.needs(config)
+    del need["CPU"]
+    group: Any = None  # not that of a trial of Ray Tune, which has no room for the task
+    outside: Any = PlacementGroupSchedulingStrategy(group)
+    task = ray.remote(num_cpus=0, num_gpus=need.pop("GPU", 0), resources=need, max_retries=0)(
+        _free_gib
+    )
+    asked = task.options(scheduling_strategy=outside).remote(gpus, config.cluster.min_workers)
+    if not ray.wait([asked], timeout=ASK_S)[0]:
+        ray.cancel(asked)
+        return None
+    return float(ray.get(asked))
 
 
 def _free_gib(gpus: bool, workers: int) -> float:

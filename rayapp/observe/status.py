@@ -24,15 +24,7 @@ from rayapp.config.fields import unit_of
 from rayapp.observe import run_folder
 from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
-from rayapp.observe.goodput import (
-    ENDED,
-    RESUMED,
-    STARTED,
-    Account,
-    account,
-    commands,
-    read_events,
-)
+from rayapp.observe.goodput import ENDED, RESUMED, STARTED, Account, account, commands, read_events
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.records import Asked, Event, Plan, RunResult, Sections, Validation
 from rayapp.observe.run_folder import (
