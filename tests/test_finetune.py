@@ -508,7 +508,10 @@ def test_auto_takes_what_fits_and_half_of_it_when_it_does_not(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = command(files, tmp_path, "auto", "--train.micro_batch=auto", "--train.max_steps=3")
-    argv += ["--checkpoint.export=false"]  # no failure is allowed: this is none
+    argv += [
+        "--checkpoint.export=false",
+        "--cluster.workers=2",
+    ]  # no failure is allowed: this is none
 
     def train_in_memory_for_two_rows(
         spec: LanguageSpec,
