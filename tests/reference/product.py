@@ -89,6 +89,7 @@ def prepared(run: Run, root: Path) -> LanguageSpec:
     """Check and prepare a run as `rayapp finetune` does, in this process."""
     fields = {"run.name": run.name, "run.storage": f"{root}/runs", "run.trackers": "none"}
     fields |= {"cluster.workers": run.legs[0][0], "checkpoint.every_s": "none"}
+    fields |= {"parallel.strategy": "full_shard", "train.compile": False}  # auto asks Ray
     if run.legs[0][1] is not None:
         fields["checkpoint.every_steps"] = run.legs[0][1]
     texts = {
