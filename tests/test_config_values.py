@@ -149,6 +149,7 @@ CPU = "m7i.4xlarge"  # a machine whose memory is known
 ALONG = {  # what goes along with a value, beside the data, so that it can train
     ("data.kind", "chat"): {"data.chat_template": "chatml"},
     ("train.micro_batch", "auto"): {"cluster.instance": CPU},
+    ("parallel.strategy", "auto"): {"cluster.instance": CPU},
 }
 NO_GPU = "is not available: "
 REFUSED = {  # on a machine without a GPU, and without a server of MLflow or a key of W&B
