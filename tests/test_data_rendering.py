@@ -6,10 +6,8 @@ import copy
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
@@ -145,7 +143,7 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_texts, "MAX_ENCODED", 7)
         patch.setattr(long_texts, "CUT_REACH", 4)
-        parts = list(long_texts.parts_of([text]))
+        parts = list(long_texts.parts_of(text))
         assert "".join(parts) == text and max(map(len, parts)) <= 7
         tokenizer = sentencepiece(prepend, "bpe")
         made = document(tokenizer, "text", text)
@@ -164,37 +162,6 @@ def test_words_and_lines_stay_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -
         assert all(piece.endswith(ends) for piece in [first, *rest[:-1]])
         assert all(piece.startswith(begins) for piece in rest)
     assert list(long_texts.pieces_of(["x" * 1000], long_texts.PIECE_ENDS)) == ["x" * 1000]
-
-
-TEXTS_OF_PARTS = st.lists(
-    st.sampled_from(["ab\ncd", "e f", " ", "</s>", "<s>", "\n", "é"]), max_size=30
-).map("".join)
-
-
-@pytest.mark.parametrize("special_tokens", ["text", "control"])
-@pytest.mark.parametrize("name", ["$A", "<s> $A </s>", "normalizer", "first", "never"])
-@drawn
-@given(text=TEXTS_OF_PARTS)
-def test_parts_laid_end_to_end_are_the_document(name: str, special_tokens: str, text: str) -> None:
-    tokenizer = around(name) if "$A" in name else sentencepiece(name, "bpe")
-    renderer = Renderer(tokenizer, "text", special_tokens=special_tokens)
-    assert renderer.can_cut
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "MAX_ENCODED", 7)
-        patch.setattr(long_texts, "FEW_ENCODED", 4)
-        patch.setattr(long_texts, "CUT_REACH", 3)
-        whole, note = renderer.document({"text": text})
-        parts = list(renderer.in_parts({"text": text}))
-    assert whole is not None
-    columns = ["tokens", "loss", "num_bytes"]
-    if renderer.adds_space and "<" in text:  # of the first token, which has the added space
-        columns.remove("num_bytes")
-    for column in columns:
-        joined = np.concatenate([getattr(part, column) for part, _, _ in parts])
-        assert joined.tolist() == getattr(whole, column).tolist()
-    assert [goes_on for _, _, goes_on in parts] == [True] * (len(parts) - 1) + [False]
-    if special_tokens == "control":
-        assert note is None and not any(note for _, note, _ in parts)
 
 
 @pytest.mark.parametrize(

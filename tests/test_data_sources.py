@@ -25,7 +25,7 @@ from rayapp.data.sources import (
     SourceError,
     cutting,
     hub,
-    json_lines,
+    streams,
 )
 from rayapp.data.sources import (
     pieces as reading,
@@ -512,7 +512,7 @@ def test_a_line_beyond_the_limit_is_refused_and_its_end_is_not_read(
 ) -> None:
     monkeypatch.setattr(cutting, "UNIT_BYTES", 100)
     monkeypatch.setattr(reading, "LINE_BYTES", 300)
-    monkeypatch.setattr(json_lines, "LINE_BYTES", 300)
+    monkeypatch.setattr(streams, "LINE_BYTES", 300)
     lines = [b'{"text": "%d"}' % n for n in range(8)]
     lines[2] = b'{"text": "' + b"x" * 100_000 + b'"}'
     lines[5] = b'{"text": "' + b"x" * 288 + b'"}'  # 300 bytes
@@ -550,6 +550,18 @@ def test_json_is_too_deep_at_any_place_of_the_program(tmp_path: Path) -> None:
     assert problems == [None, None, *["is not JSON (too deep)"] * 2, None]
 
 
+def test_lines_after_a_large_one_are_read_as_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "LARGE", 100)
+    lines = [{"text": "a" * n} for n in (1, 300, 2, 40, 500)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n \n")
+    found = read(sources.find(str(tmp_path / "a.jsonl")))
+    assert [record.value for record in found] == lines
+    data = (tmp_path / "a.jsonl").read_bytes()
+    assert [json.loads(data[record.place :].split(b"\n")[0]) for record in found] == lines
+
+
 # ---- Holding out -------------------------------------------------------------------------------
 
 
@@ -559,7 +571,7 @@ def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
     def held_out(fraction: float) -> set[bytes]:
         split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
         piece = sources.Piece("a.jsonl", 0, 1, split)
-        draws = {content: sources.drawn_of([content]) for content in contents}
+        draws = {content: sources.drawn_of(content) for content in contents}
         return {one for one, drawn in draws.items() if sources.is_eval(piece, drawn, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)

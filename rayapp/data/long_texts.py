@@ -1,6 +1,6 @@
 """Cut long texts into parts whose tokens, laid end to end, are those of the whole.
 
-    for piece in pieces_of(parts_of(chunks_of(text)), PIECE_ENDS): ...
+    for piece in pieces_of(parts_of(text), PIECE_ENDS): ...
 
 Encoding takes some 120 bytes of memory per byte of text, so that a long text is encoded in pieces.
 """
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-
-from rayapp.data.sources import LongText
 
 MAX_ENCODED = 2**20  # most characters encoded in one call
 FEW_ENCODED = 2**18  # where words or lines end
@@ -28,30 +26,19 @@ def is_long(text: str) -> bool:
     return len(text) > MAX_ENCODED
 
 
-def chunks_of(text: str | LongText) -> Iterable[str]:
-    """Return a text in chunks of which none is much more than MAX_ENCODED characters."""
-    if isinstance(text, LongText):
-        return text.parts()
-    if not is_long(text):
-        return (text,)
-    return (text[start : start + MAX_ENCODED] for start in range(0, len(text), MAX_ENCODED))
-
-
-def parts_of(chunks: Iterable[str]) -> Iterator[str]:
+def parts_of(text: str) -> Iterator[str]:
     """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
 
-    It is given in chunks of any size. A line end between two letters is a token's end for the usual
-    tokenizers, so that the tokens are those of the whole text. A longer line is cut anywhere.
+    A line end between two letters is a token's end for the usual tokenizers, so that the tokens are
+    those of the whole text. A longer line is cut anywhere.
     """
-    text, start = "", 0
-    for chunk in chunks:
-        text, start = text[start:] + chunk, 0
-        while len(text) - start > MAX_ENCODED:
-            end = start + MAX_ENCODED
-            newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
-            end = newline.end() if newline else end
-            yield text[start:end]
-            start = end
+    start = 0
+    while len(text) - start > MAX_ENCODED:
+        end = start + MAX_ENCODED
+        newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+        end = newline.end() if newline else end
+        yield text[start:end]
+        start = end
     yield text[start:]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, assert_never
@@ -31,7 +31,6 @@ from rayapp.data.kinds import KINDS, problem_of, takes_template
 from rayapp.data.long_texts import (
     LINE_END,
     PIECE_ENDS,
-    chunks_of,
     encoded_line_end,
     is_long,
     parts_of,
@@ -39,7 +38,6 @@ from rayapp.data.long_texts import (
 )
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
-from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
 
 AS_JSON = json.JSONEncoder(sort_keys=True, default=str)
@@ -50,22 +48,15 @@ Body: TypeAlias = tuple[Tokens, int, int]
 Made: TypeAlias = tuple[Document | None, str | None]
 
 
-def content_of(value: Any, kind: RecordKind) -> Iterable[bytes]:
+def content_of(value: Any, kind: RecordKind) -> bytes:
     """Return the content that identifies a valid record: its text columns, and no others.
 
-    >>> list(content_of({"text": "a", "id": 7}, "text")) == list(content_of("a", "text"))
+    >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
     True
     """
     if kind == "text":
-        return map(str.encode, chunks_of(text_of(value)))
-    columns = [value[name] for name in KINDS[kind].columns]
-    return [AS_JSON.encode(columns).encode()]
-
-
-def text_of(value: Any) -> str | LongText:
-    """Return the text of a valid record of kind text."""
-    text = value if isinstance(value, str) else value["text"]
-    return text if isinstance(text, LongText) else str(text)
+        return str(value if isinstance(value, str) else value["text"]).encode()
+    return AS_JSON.encode([value[name] for name in KINDS[kind].columns]).encode()
 
 
 class Renderer:
@@ -101,26 +92,6 @@ class Renderer:
         """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
-
-    def in_parts(self, value: Any) -> Iterator[tuple[Document, str | None, bool]]:
-        """Yield (document, note, whether it goes on) for each part of a valid text's document.
-
-        Laid end to end they are the document of `document`; the last has the note. Memory is that
-        of two parts.
-        """
-        held, held_added = np.empty(0, np.int32), 0
-        note, begins = None, True
-        for piece, tokens, added in self._pieces(text_of(value)):
-            note = note or self._note(piece)
-            if not len(held) or (tokens == self.end).all():  # these may be the last tokens
-                tokens, added = np.concatenate([held, tokens]), held_added + added
-            else:
-                (part,) = self._closed([(held, 0, held_added)], begins, ends=False)
-                yield part, None, True
-                begins = False
-            held, held_added = tokens, added
-        (part,) = self._closed([(held, 0, held_added)], begins)
-        yield part, note, False
 
     @property
     def can_cut(self) -> bool:
@@ -175,25 +146,17 @@ class Renderer:
         return [self._encode_long(text) for text in texts]
 
     def _encode_long(self, text: str) -> Tokens:
-        ids = bytearray()
-        for _, tokens, _ in self._pieces(text):
-            ids += tokens.data
-        return np.frombuffer(ids, np.int32)
-
-    def _pieces(self, text: str | LongText) -> Iterator[tuple[str, Tokens, int]]:
-        """Yield (text, tokens, bytes of them that are not in it) of the pieces of a text."""
         if self.line_end is None:
-            pieces = pieces_of(parts_of(chunks_of(text)), PIECE_ENDS)
+            pieces = pieces_of(parts_of(text), PIECE_ENDS)
         else:
-            pieces = pieces_of([str(text)], [LINE_END])
-        first = next(pieces)
-        (tokens,) = self._encode_whole([first])
-        yield first, tokens, self._added(tokens, first)
+            pieces = pieces_of([text], [LINE_END])
         before = self.line_end or []
+        (ids,) = self._encode_whole([next(pieces)])
+        parts = [ids]
         for piece in pieces:
-            (tokens,) = self._encode_whole([("\n" if before else "") + piece])
-            tokens = np.ascontiguousarray(tokens[len(before) :])
-            yield piece, tokens, 0
+            (ids,) = self._encode_whole([("\n" if before else "") + piece])
+            parts.append(ids[len(before) :])
+        return np.concatenate(parts)
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
@@ -213,17 +176,13 @@ class Renderer:
             return 0
         return int(self.bytes_of[tokens].sum()) == len(text.encode()) + 1
 
-    def _closed(
-        self, bodies: Sequence[Body], begins: bool = True, ends: bool = True
-    ) -> list[Document]:
+    def _closed(self, bodies: Sequence[Body]) -> list[Document]:
         """Return documents: the opening tokens (BOS), a body, and one end-of-text token.
 
         Opening and end are left out where the body has them, or has no token. All tokens bear loss
-        but those of the opening and the prompt. A part of a document gets the opening if it begins
-        the document, and the end if it ends it.
+        but those of the opening and the prompt.
         """
-        opening = self.opening if begins else self.opening[:0]
-        end = np.array([self.end] if ends and self.end is not None else [], np.int32)
+        opening, end = self.opening, np.array([] if self.end is None else [self.end], np.int32)
         laid: list[Tokens] = []
         places = []  # of the body's first token, of the one after it, and of the document's end
         for body, prompt, _ in bodies:

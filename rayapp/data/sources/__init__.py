@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from rayapp.data.sources.cutting import units, windows
 from rayapp.data.sources.finding import find
-from rayapp.data.sources.json_lines import LongText
 from rayapp.data.sources.own import RecordReader, is_own
 from rayapp.data.sources.parts import (
     Block,
@@ -42,7 +41,6 @@ __all__ = [
     "Block",
     "DataFile",
     "DataSource",
-    "LongText",
     "Piece",
     "ReadUnit",
     "Record",

@@ -7,14 +7,13 @@ hashed, at some 1 GB/s, and then read in the version that was hashed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from rayapp.data.sources import hub, own
 from rayapp.data.sources.formats import is_stream
-from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
 from rayapp.data.sources.parts import (
     DataSource,
     Piece,
@@ -24,7 +23,16 @@ from rayapp.data.sources.parts import (
     printable,
     unreadable,
 )
-from rayapp.data.sources.streams import BATCH_ROWS, BOM, TEXT_BYTES, read_stream, rows_of
+from rayapp.data.sources.streams import (
+    BATCH_ROWS,
+    BOM,
+    LINE_BYTES,
+    TEXT_BYTES,
+    TOO_LONG,
+    json_line,
+    read_stream,
+    rows_of,
+)
 from rayapp.storage import Readable, StorageError
 
 if TYPE_CHECKING:
@@ -37,12 +45,11 @@ PAGE_BYTES = 2**20  # of Parquet that are read at once
 PAGES_FROM_BYTES = 8 * 2**20
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 CHUNK = 4 * 2**20  # bytes hashed at once
+LARGE = 2**20  # bytes of a line after which those before it are dropped
 
 
-def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> Iterator[Record]:
+def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
     """Yield the records of a piece in order.
-
-    With `long_texts`, values of JSONL may hold a `LongText` in place of a string of over a MiB.
 
     Raises:
         SourceError: the file is not of its format, or broken so that the rest cannot be read, or
@@ -50,7 +57,7 @@ def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> It
     """
     last: int | None = None
     try:
-        for record in _records(source, piece, long_texts):
+        for record in _records(source, piece):
             yield record
             last = record.place
     except (SourceError, StorageError):
@@ -63,18 +70,18 @@ def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> It
         raise told(source, file_of(source, piece), error, after) from error
 
 
-def _records(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
+def _records(source: DataSource, piece: Piece) -> Iterator[Record]:
     if source.format == "hub":
         return hub.read(source.root, source.version, piece.start)
     if own.is_own(source.format):
         return own.read(source.root, piece.file, source.format)
     if piece.is_stream:
-        return read_stream(source, piece, TEXT_BYTES, long_texts)
+        return read_stream(source, piece, TEXT_BYTES)
     if source.format == "parquet":
         return _read_parquet(source, piece)
     if source.format == "text":
         return _read_text(source, piece)
-    return _read_jsonl(source, piece, long_texts)
+    return _read_jsonl(source, piece)
 
 
 def file_of(source: DataSource, piece: Piece) -> str:
@@ -98,15 +105,9 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
     return printable(where)
 
 
-def drawn_of(content: Iterable[bytes]) -> int:
-    """Return the number in [0, 2^64) that a record's content draws, given in parts.
-
-    Its copies draw the same, whatever the parts.
-    """
-    digest = blake2b(digest_size=8)
-    for part in content:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little")
+def drawn_of(content: bytes) -> int:
+    """Return the number in [0, 2^64) that a record's content draws, and its copies too."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def is_eval(piece: Piece, drawn: int, eval_fraction: float) -> bool:
@@ -169,13 +170,13 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield Record(piece.file, start + error.start, None, "is not UTF-8")
 
 
-def _read_jsonl(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
+def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
     base, data = line_bytes(source, piece)
     start = 0
     while start < len(data):  # no line is held, nor all of them once more
         end = data.find(b"\n", start)
         end = len(data) if end < 0 else end
-        place, found = base + start, line_value(data, start, end, long_texts)
+        place, found = base + start, json_line(data[start:end])
         start = end + 1
         if end - place + base > LARGE:  # nor what has been read
             data, base, start = data[start:], base + start, 0
