@@ -62,7 +62,7 @@ ROWS = (
     ),
     Mutation(
         "packings-in-the-same-order",
-        "rayapp/order/packings.py",
+        "rayapp/order/windows.py",
         "turn * len(packings) + number",
         "turn",
         "tests/test_order_packings.py",
