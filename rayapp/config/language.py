@@ -28,8 +28,7 @@ from rayapp.config.fields import (
 from rayapp.config.lora import Lora
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
 from rayapp.config.sections import Eval as SharedEval
-from rayapp.config.sections import RunConfig, indivisible
-from rayapp.config.tasks import Tasks
+from rayapp.config.sections import RunConfig, Tasks, indivisible
 from rayapp.config.text import shown
 
 Precision = Literal["fp32", "bf16", "fp8"]

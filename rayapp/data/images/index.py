@@ -25,8 +25,7 @@ from rayapp.data import FOLDER
 from rayapp.data.images.image_sources import ImageSource
 from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
-from rayapp.storage import Readable, Storage, StorageError, open_storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Readable, Storage, StorageError, open_input, open_storage
 
 VERSION = 3  # version of the index and of how its images are decoded; part of the fingerprint
 SPLITS = ("train", "eval")
