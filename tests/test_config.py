@@ -203,11 +203,7 @@ def test_a_short_yaml_is_not_long_to_read() -> None:
     with pytest.raises(yaml.YAMLError, match="more than 1,048,576 characters"):
         parse_yaml("a" * 2**20 + "a")
     assert parse_yaml("[no, 1.10, 010, ~]", texts=True) == ["no", "1.10", "010", "~"]
-    value: Any = "x"
-    for _ in range(200):
-        value = [value, value]
-    assert text_of(value) == "[" * 77 + "..."
-    assert text_of("x" * 10**6) == "x" * 77 + "..." and text_of(10**5000).startswith("0x")
+    assert text_of("x" * 10**6) == "x" * 77 + "..." and len(text_of(["x"] * 999)) == 80
     for short in ({"a": (1, [None, "b\n"], {}), 2: ()}, (1,), [], 1.5, "a  b"):
         assert text_of(short) == " ".join(str(short).split())
 

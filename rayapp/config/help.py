@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayapp.config.reading import ConfigError, sections_in
+from rayapp.config.reading import ConfigError, field_infos, sections_in
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
@@ -66,11 +66,9 @@ def _fields(prefix: str, section: FieldInfo, width: int) -> Iterator[str]:
 
 def forms(kind: type[RunConfig]) -> dict[str, str]:
     """Return {section.field: form} of all fields of all sections, see `form_of`."""
+    each = field_infos(kind).items()
     return {
-        f"{section}.{name}": form_of(name, info)
-        for section, about in kind.model_fields.items()
-        if (model := section_of(about))
-        for name, info in model.model_fields.items()
+        name: form_of(name[name.rfind(".") + 1 :], i) for name, i in each if name.count(".") == 1
     }
 
 

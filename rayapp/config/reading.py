@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar
 
 from rayapp.config.fields import none_or
@@ -98,24 +99,23 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
     ]
 
 
+def field_infos(kind: type[RunConfig]) -> dict[str, FieldInfo]:
+    """Return every `section.field`; fields of sections within a section come last."""
+
+    def below(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+        for name, info in model.model_fields.items():
+            yield prefix + name, info
+            for inner in sections_in(info.annotation):
+                yield from below(inner, f"{prefix}{name}.")
+
+    each = [(n, i) for n, i in below(kind, "") if "." in n or not any(sections_in(i.annotation))]
+    return dict(sorted(each, key=lambda field: field[0].count(".") > 1))
+
+
 def fields(kind: type[RunConfig]) -> dict[str, str]:
     """Return the documentation of every `section.field`; nested fields come last."""
-    documentation: dict[str, str] = {}
-    below: dict[str, str] = {}
-    for section, info in kind.model_fields.items():
-        if not any(sections_in(info.annotation)):
-            documentation[section] = " ".join((info.description or "").split())
-        for model in sections_in(info.annotation):
-            for name, field in model.model_fields.items():
-                documentation[f"{section}.{name}"] = " ".join((field.description or "").split())
-                for inner in sections_in(field.annotation):
-                    below |= {
-                        f"{section}.{name}.{each}": " ".join(
-                            (inner_field.description or "").split()
-                        )
-                        for each, inner_field in inner.model_fields.items()
-                    }
-    return documentation | below
+    each = field_infos(kind).items()
+    return {name: " ".join((info.description or "").split()) for name, info in each}
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
