@@ -1,9 +1,4 @@
-"""Check a tree of sections and fields, and make a config of it.
-
-    config = check(Config, tree)
-
-All problems are reported at once: those of single fields, and conflicts among the valid fields.
-"""
+"""Read a YAML file, overrides or a tree of sections and fields, and make a checked config of it."""
 
 from __future__ import annotations
 
@@ -11,15 +6,19 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar
 
 from rayapp.config.fields import none_or
+from rayapp.config.language import Config
 from rayapp.config.sections import RunConfig
-from rayapp.config.text import flatten, shown
+from rayapp.config.text import flatten, read_yaml, shown
+from rayapp.config.vision import VisionConfig
 
 # Where Ray unpacks a job's working_dir; the name is a digest of all that is in it.
 PACKAGE = re.compile(r'/[^"]*/_ray_pkg_\w+/')
@@ -38,26 +37,78 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
-def check(
-    kind: type[Described], tree: Mapping[str, Any], problems: Iterable[str] = ()
+KINDS: dict[Any, type[RunConfig]] = {None: Config, "vision": VisionConfig}  # by `task`
+
+
+def load(
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    kind: type[Described] | None = None,
+    **sections: Mapping[str, Any],
+) -> Described:
+    """Return a checked config: a YAML file, a config or a mapping of sections, with changes.
+
+    None is the defaults. `overrides` names fields, `{"train.lr": 1e-3}`; `sections` gives some
+    fields of a section, `train={"lr": 1e-3}`. `kind` is the class to make, by default that of
+    `task`.
+
+    Raises:
+        ConfigError: with every problem of the file, the changes and their combination.
+    """
+    tree, problems, changes = dict[str, Any](), list[str](), dict[str, Any]()
+    if isinstance(config, RunConfig):
+        changes |= config.to_overrides()
+    elif isinstance(config, Mapping):
+        tree = deepcopy(dict(config))
+    elif isinstance(config, str | Path):
+        tree, problems = read_yaml(str(config))
+    elif config is not None:
+        problems.append(
+            f"config of type {type(config).__name__} is not valid: a Config, the path of a YAML "
+            "file or a mapping of sections is expected. Name sections: run={'name': 'demo'}"
+        )
+    for name, value in {**(overrides or {}), **sections}.items():
+        if isinstance(value, Mapping) and "." not in name:
+            changes |= {f"{name}.{field}": each for field, each in value.items()}
+        else:
+            changes[name] = value
+    for field, value in changes.items():
+        put(tree, field, value, problems)
+    return from_dict(tree, problems, kind)
+
+
+def from_dict(
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[Described] | None = None
 ) -> Described:
     """Make a config of a nested mapping of sections and fields.
 
-    `problems` are those found before; they are raised together with new ones.
+    `problems` are those found before; they are raised together with new ones: those of single
+    fields, and conflicts among the valid fields.
 
     Raises:
         ConfigError: with every problem.
     """
+    task = tree.get("task")
+    named = KINDS.get(task) if isinstance(task, str | None) else None
+    if named is None:
+        known = ", ".join(name for name in KINDS if name)
+        what = f"Set task to one of {known}, or remove it for a language model"
+        line = f"task={shown(task)} is unknown: it names the kind of model to train. {what}"
+        raise ConfigError([*problems, line])
+    if kind is not None and task is not None and named is not kind:
+        line = f"task={task} is for another command: this command runs {kind.MODULE}. "
+        raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
+    made = kind or cast(type[Described], named)
     problems = list(problems)
     config, wrong = None, []
     try:
-        config = kind.model_validate(tree)
+        config = made.model_validate(tree)
     except ValidationError as error:
-        problems += [_explain(kind, item) for item in error.errors()]
+        problems += [_explain(made, item) for item in error.errors()]
         wrong = [tuple(map(str, item["loc"])) for item in error.errors()]
     if wrong:  # conflicts among the valid fields are reported too
         try:
-            config = kind.model_validate(_without(tree, wrong))
+            config = made.model_validate(_without(tree, wrong))
         except ValidationError:
             config = None
     if config is not None:
@@ -112,7 +163,7 @@ def field_infos(kind: type[RunConfig]) -> dict[str, FieldInfo]:
     return dict(sorted(each, key=lambda field: field[0].count(".") > 1))
 
 
-def fields(kind: type[RunConfig]) -> dict[str, str]:
+def fields(kind: type[RunConfig] = Config) -> dict[str, str]:
     """Return the documentation of every `section.field`; nested fields come last."""
     each = field_infos(kind).items()
     return {name: " ".join((info.description or "").split()) for name, info in each}
