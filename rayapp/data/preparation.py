@@ -112,11 +112,18 @@ class UnitTask:
     """Which of several recipes it is of."""
 
     def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it by its recipe; rows go to `folder` of the URL."""
+        """Do it by its recipe; rows go to `folder` of the URL.
+
+        Raises:
+            SourceError: a file is not of its format, so that the rest cannot be read.
+        """
         if self.packs:
             prepare_unit(recipe, url, folder, self.origin, self.index, self.unit)
-        else:
-            tokenise_unit(recipe, url, self.origin, self.unit)
+            return
+        source, store = _source_and_store(recipe, url, self.origin)
+        for block in self.unit.blocks:
+            key, pieces = sources.content_key(source, block.pieces)
+            store.make(key, partial(tokenised, recipe, source, pieces))
 
     def place(self, recipe: RowRecipe) -> str:
         """Return the first piece that it reads, and the number of the others."""
@@ -145,18 +152,6 @@ def jobs_of(recipe: RowRecipe) -> list[Job]:
     if recipe.eval_source is not None and not recipe.packing:
         jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
     return jobs
-
-
-def tokenise_unit(recipe: RowRecipe, root: str, origin: str, unit: sources.ReadUnit) -> None:
-    """Make the blocks of tokens of a unit that are missing, in the URL `root`.
-
-    Raises:
-        SourceError: a file is not of its format, so that the rest cannot be read.
-    """
-    source, store = _source_and_store(recipe, root, origin)
-    for block in unit.blocks:
-        key, pieces = sources.content_key(source, block.pieces)
-        store.make(key, partial(tokenised, recipe, source, pieces))
 
 
 def _source_and_store(

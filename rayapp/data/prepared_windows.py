@@ -20,8 +20,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from rayapp.data.preparation import UnitTask, jobs_of, merge, whole_units
 from rayapp.data.prepared import USED, Prepared, account_of, rows_of_windows, unit_name
@@ -39,8 +40,7 @@ POLL_S = 0.5
 Check = Callable[[list[Prepared]], str | None]
 
 
-@dataclass(frozen=True)
-class WindowProgress:
+class WindowProgress(NamedTuple):
     """How far the windows are that hold the first rows of a run."""
 
     ready: int
@@ -262,7 +262,7 @@ class Preparation:
     def state(self, rows: Sequence[int]) -> WindowProgress:
         """Return how far the windows of all sources are that hold the first rows of the run."""
         each = [windows.progress(count) for windows, count in zip(self.sources, rows, strict=True)]
-        return WindowProgress(*map(sum, zip(*map(astuple, each), strict=True)))
+        return WindowProgress(*map(sum, zip(*each, strict=True)))
 
     def _prepared(self) -> list[Prepared]:
         return [each.prepared() for each in self.sources]

@@ -179,7 +179,7 @@ def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[St
     """Yield this rank's steps from its part of the stream."""
     from rayapp.data.stream import parts
 
-    for step, arrays in parts(shard, _fields(0), micro_batch, num_micro_batches):
+    for step, arrays, _ in parts(shard, micro_batch, num_micro_batches):
         yield StepImages(step, **arrays)
 
 
