@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import (
-    long_texts,
+    preparation as prepare,
+)
+from rayapp.data import (
+    rendering,
     sources,
     tokenising,
     tokens,
     unit_rows,
-)
-from rayapp.data import (
-    preparation as prepare,
 )
 from rayapp.data import (
     token_sections as sections,
@@ -617,9 +617,9 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
     whole = here(recipe, tmp_path / "whole")
     for module, constant in (
         (reading, "LARGE"),
-        (long_texts, "MAX_ENCODED"),
-        (long_texts, "FEW_ENCODED"),
-        (long_texts, "CUT_REACH"),
+        (rendering, "MAX_ENCODED"),
+        (rendering, "FEW_ENCODED"),
+        (rendering, "CUT_REACH"),
         (tokenising, "BATCH_SIZE"),
         (sections, "SECTION_TOKENS"),
         (unit_rows, "SPOOL_TOKENS"),

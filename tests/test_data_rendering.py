@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data import long_texts
+from rayapp.data import rendering
 from rayapp.data.kinds import problem_of
 from rayapp.data.rendering import Renderer
 
@@ -88,7 +88,7 @@ def test_a_long_text_is_encoded_in_parts_and_has_the_tokens_of_the_whole(
     text = {"text": LINES}
     prompt = {"prompt": LINES, "completion": LINES[:70]}
     whole = [document(tokenizer, "text", text), document(tokenizer, "prompt", prompt)]
-    monkeypatch.setattr(long_texts, "MAX_ENCODED", 100)
+    monkeypatch.setattr(rendering, "MAX_ENCODED", 100)
     seen = []
     encode = Renderer._encode_whole
     monkeypatch.setattr(
@@ -115,7 +115,7 @@ def test_a_tokenizer_that_puts_a_space_first_puts_none_within_a_long_text(
     ]
     whole = [document(tokenizer, kind, value) for kind, value in values]
     for constant in ("MAX_ENCODED", "FEW_ENCODED", "CUT_REACH"):
-        monkeypatch.setattr(long_texts, constant, 60)
+        monkeypatch.setattr(rendering, constant, 60)
     seen = []
     encode = Renderer._encode_whole
     monkeypatch.setattr(
@@ -141,9 +141,9 @@ def test_a_tokenizer_with_line_ends_inside_tokens_encodes_long_texts_whole() -> 
 def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
     """Also a line that is longer than a part, and tokenizers that put a space first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "MAX_ENCODED", 7)
-        patch.setattr(long_texts, "CUT_REACH", 4)
-        parts = list(long_texts.parts_of(text))
+        patch.setattr(rendering, "MAX_ENCODED", 7)
+        patch.setattr(rendering, "CUT_REACH", 4)
+        parts = list(rendering.parts_of(text))
         assert "".join(parts) == text and max(map(len, parts)) <= 7
         tokenizer = sentencepiece(prepend, "bpe")
         made = document(tokenizer, "text", text)
@@ -154,14 +154,14 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
 
 
 def test_words_and_lines_stay_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "FEW_ENCODED", 100)
-    monkeypatch.setattr(long_texts, "CUT_REACH", 30)
+    monkeypatch.setattr(rendering, "FEW_ENCODED", 100)
+    monkeypatch.setattr(rendering, "CUT_REACH", 30)
     for text, ends, begins in ((LINES, "\n", ""), (LINES.replace("\n", "  and "), "", " ")):
-        first, *rest = pieces = list(long_texts.pieces_of([text], long_texts.PIECE_ENDS))
+        first, *rest = pieces = list(rendering.pieces_of([text], rendering.PIECE_ENDS))
         assert "".join(pieces) == text and len(pieces) > 12 and max(map(len, pieces)) <= 130
         assert all(piece.endswith(ends) for piece in [first, *rest[:-1]])
         assert all(piece.startswith(begins) for piece in rest)
-    assert list(long_texts.pieces_of(["x" * 1000], long_texts.PIECE_ENDS)) == ["x" * 1000]
+    assert list(rendering.pieces_of(["x" * 1000], rendering.PIECE_ENDS)) == ["x" * 1000]
 
 
 @pytest.mark.parametrize(

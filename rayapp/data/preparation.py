@@ -46,7 +46,7 @@ from rayapp.data.token_rows import stored_bytes
 from rayapp.data.token_sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
-from rayapp.data.unit_rows import UnitAccount, UnitRows
+from rayapp.data.unit_rows import UnitRows
 from rayapp.storage import Storage, open_storage
 
 READERS = 16  # unit summaries read at once
@@ -179,24 +179,21 @@ def prepare_unit(
     fraction = _fraction(recipe) if origin == "train" else 1.0
     evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
     evaluated = evaluated and not recipe.packing
-    account = UnitAccount(source)
     with ExitStack() as stack:
-        rows = UnitRows(recipe, storage, index, stack)
+        rows = UnitRows(recipe, source, storage, index, stack)
         for block in unit.blocks:
             key, pieces = sources.content_key(source, block.pieces)
-            account.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
+            rows.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
             made = store.sections(key, partial(tokenised, recipe, source, pieces))
             for piece, record in _taken(source, block, made):
-                account.add(piece, record)
+                rows.count(piece, record)
                 if record.document is not None:
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     if evaluated or not held_out:
                         split = "eval" if held_out else "train"
                         rows.add(split, record, piece.is_stream)
-        rows.flush()
+        summary = rows.summary()
     storage.write(_hashes_name(index), bytes(rows.hashes))
-    counts = {split: summed(counts) for split, counts in rows.counts.items()}
-    summary = account.summary(counts, rows.shards)
     write_account(storage, unit_name(index), summary)
 
 

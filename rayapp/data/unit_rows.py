@@ -15,7 +15,7 @@ from rayapp.data import sources
 from rayapp.data.packing import IGNORE, Document, Slices, filled, in_groups, lay_out, row_dtype
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.report import Counts, UnitSummary
+from rayapp.data.report import Counts, UnitSummary, summed
 from rayapp.data.token_rows import PLACED, with_checksums
 from rayapp.data.token_sections import TokenisedRecord
 from rayapp.order import shuffled
@@ -69,10 +69,21 @@ class FileSlices:
 
 
 class UnitRows:
-    """The documents of a unit, packed into the rows of its shards."""
+    """The documents of a unit, packed into the rows of its shards, and what its records were."""
 
-    def __init__(self, recipe: RowRecipe, storage: Storage, index: int, stack: ExitStack) -> None:
-        self.recipe, self.storage, self.index, self.stack = recipe, storage, index, stack
+    def __init__(
+        self,
+        recipe: RowRecipe,
+        source: sources.DataSource,
+        storage: Storage,
+        index: int,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe, self.source, self.storage, self.index = recipe, source, storage, index
+        self.stack, self.records = stack, 0
+        self.bad, self.notes = Counter[str](), Counter[str]()
+        self.examples: dict[str, str] = {}
+        self.blocks: list[str] = []
         self.held = {split: stack.enter_context(closing(Spool())) for split in SPLITS}
         self.counts: dict[str, list[Counts]] = {split: [] for split in SPLITS}
         self.shards: dict[str, str] = {}
@@ -92,6 +103,34 @@ class UnitRows:
         in_parts = is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
+
+    def count(self, piece: sources.Piece, record: TokenisedRecord) -> None:
+        """Count a record of a piece; name the place of the first with a problem."""
+        if record.more:
+            return
+        self.records += 1
+        if record.problem is None:
+            return
+        if record.document is not None:
+            self.notes[record.problem] += 1
+            return
+        self.bad[record.problem] += 1
+        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
+            place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
+            self.examples[record.problem] = place
+
+    def summary(self) -> UnitSummary:
+        """Pack and write what is held; return what is written of the unit."""
+        self.flush()
+        return UnitSummary(
+            counts={split: summed(counts) for split, counts in self.counts.items()},
+            shards=self.shards,
+            bad=dict(self.bad),
+            examples=[(place, why) for why, place in self.examples.items()],
+            records=self.records,
+            notes=dict(self.notes),
+            blocks=self.blocks,
+        )
 
     def flush(self) -> None:
         """Pack and write what is held."""
@@ -148,42 +187,4 @@ class UnitRows:
             target_bytes=target_bytes,
             rows=layout.num_rows,
             lengths=dict(sizes),
-        )
-
-
-class UnitAccount:
-    """What the records of a unit were, and the blocks that they came from."""
-
-    def __init__(self, source: sources.DataSource) -> None:
-        self.source, self.records = source, 0
-        self.bad: Counter[str] = Counter()
-        self.notes: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-        self.blocks: list[str] = []
-
-    def add(self, piece: sources.Piece, record: TokenisedRecord) -> None:
-        """Count a record of a piece; name the place of the first with a problem."""
-        if record.more:
-            return
-        self.records += 1
-        if record.problem is None:
-            return
-        if record.document is not None:
-            self.notes[record.problem] += 1
-            return
-        self.bad[record.problem] += 1
-        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
-            place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
-            self.examples[record.problem] = place
-
-    def summary(self, counts: dict[str, Counts], shards: dict[str, str]) -> UnitSummary:
-        """Return what is written of the unit."""
-        return UnitSummary(
-            counts=counts,
-            shards=shards,
-            bad=dict(self.bad),
-            examples=[(place, why) for why, place in self.examples.items()],
-            records=self.records,
-            notes=dict(self.notes),
-            blocks=self.blocks,
         )
