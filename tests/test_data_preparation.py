@@ -45,7 +45,6 @@ from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rendering import Renderer, content_of
 from rayapp.data.sources import cutting
-from rayapp.data.sources import pieces as reading
 from rayapp.data.token_rows import local_steps
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.processes import machine
@@ -616,7 +615,6 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
     recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
     whole = here(recipe, tmp_path / "whole")
     for module, constant in (
-        (reading, "LARGE"),
         (rendering, "MAX_ENCODED"),
         (rendering, "FEW_ENCODED"),
         (rendering, "CUT_REACH"),

@@ -550,18 +550,6 @@ def test_json_is_too_deep_at_any_place_of_the_program(tmp_path: Path) -> None:
     assert problems == [None, None, *["is not JSON (too deep)"] * 2, None]
 
 
-def test_lines_after_a_large_one_are_read_as_those_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "LARGE", 100)
-    lines = [{"text": "a" * n} for n in (1, 300, 2, 40, 500)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n \n")
-    found = read(sources.find(str(tmp_path / "a.jsonl")))
-    assert [record.value for record in found] == lines
-    data = (tmp_path / "a.jsonl").read_bytes()
-    assert [json.loads(data[record.place :].split(b"\n")[0]) for record in found] == lines
-
-
 # ---- Holding out -------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ hashed, at some 1 GB/s, and then read in the version that was hashed.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import traceback
@@ -50,7 +51,6 @@ PAGES_FROM_BYTES = 8 * 2**20
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 CHUNK = 4 * 2**20  # bytes hashed at once
 OWN_FIELD = "data.format"
-LARGE = 2**20  # bytes of a line after which those before it are dropped
 
 
 def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
@@ -176,17 +176,12 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
 
 
 def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
-    base, data = line_bytes(source, piece)
-    start = 0
-    while start < len(data):  # no line is held, nor all of them once more
-        end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
-        place, found = base + start, json_line(data[start:end])
-        start = end + 1
-        if end - place + base > LARGE:  # nor what has been read
-            data, base, start = data[start:], base + start, 0
+    place, data = line_bytes(source, piece)
+    for line in io.BytesIO(data):
+        found = json_line(line.removesuffix(b"\n"))
         if found is not None:
             yield Record(piece.file, place, *found)
+        place += len(line)
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:

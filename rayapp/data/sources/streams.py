@@ -88,16 +88,11 @@ def _lines(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             yield Record(name, number, *found)
 
 
-def _line(stream: io.BufferedReader) -> bytes | bytearray:
-    """Read a line; of one that is longer than LINE_BYTES, a bit more than that is returned."""
-    part = stream.readline(CHUNK)
-    if len(part) < CHUNK or part.endswith(b"\n"):
-        return part
-    line = bytearray(part)  # which grows where it is
-    while part and not part.endswith(b"\n"):
+def _line(stream: io.BufferedReader) -> bytes:
+    """Read a line; of one that is longer than LINE_BYTES, a byte more than that is returned."""
+    line = part = stream.readline(LINE_BYTES + 1)
+    while len(line) > LINE_BYTES and part and not part.endswith(b"\n"):
         part = stream.readline(CHUNK)
-        if len(line) <= LINE_BYTES:
-            line += part
     return line
 
 
