@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -100,39 +99,6 @@ def test_a_long_text_is_encoded_in_parts_and_has_the_tokens_of_the_whole(
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.loss.tolist() == other.loss.tolist()
         assert one.num_bytes.tolist() == other.num_bytes.tolist()
-
-
-@pytest.mark.parametrize("model", ["bpe", "unigram"])
-@pytest.mark.parametrize("prepend", ["normalizer", "first", "always"])
-def test_a_tokenizer_that_puts_a_space_first_puts_none_within_a_long_text(
-    monkeypatch: pytest.MonkeyPatch, prepend: str, model: str
-) -> None:
-    tokenizer = sentencepiece(prepend, model)
-    values = [
-        ("text", {"text": LINES}),
-        ("text", {"text": LINES.replace("text", "te</s>xt")}),
-        ("prompt", {"prompt": LINES, "completion": LINES}),
-    ]
-    whole = [document(tokenizer, kind, value) for kind, value in values]
-    for constant in ("MAX_ENCODED", "FEW_ENCODED", "CUT_REACH"):
-        monkeypatch.setattr(rendering, constant, 60)
-    seen = []
-    encode = Renderer._encode_whole
-    monkeypatch.setattr(
-        Renderer, "_encode_whole", lambda self, texts: (seen.append(texts), encode(self, texts))[1]
-    )
-    made = [document(tokenizer, kind, value) for kind, value in values]
-    assert len(seen) > 20
-    for one, other in zip(made, whole, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.num_bytes.tolist() == other.num_bytes.tolist()
-
-
-def test_a_tokenizer_with_line_ends_inside_tokens_encodes_long_texts_whole() -> None:
-    tokenizer = copy.deepcopy(sentencepiece("first", "bpe"))
-    assert Renderer(tokenizer, "text").can_cut
-    tokenizer.add_tokens(["b\nc"])
-    assert not Renderer(tokenizer, "text").can_cut
 
 
 @pytest.mark.parametrize("prepend", ["never", "first", "always"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -237,7 +237,7 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
     if mistake == "extra_forbidden":
         return _explain_unknown(kind, location, error["input"])
     known = fields(kind)
-    home = next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
+    home = _home(location, known)
     why = _WHY.get(home if mistake == "string_pattern_mismatch" else mistake)
     if why is None:
         message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
@@ -251,29 +251,19 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
     return f"{field}={shown(error['input'])} is not valid: {why}. {what}"
 
 
-def _sections_below(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the section classes in a field's annotation, those of a mapping's values too."""
-    yield from sections_in(annotation)
-    for each in get_args(annotation):
-        yield from _sections_below(each) if get_args(each) else ()
-
-
-def _named_section(kind: type[RunConfig], location: list[str]) -> list[str]:
-    """Return the fields of a section that a field holds by names of the user's."""
-    models: list[type[BaseModel]] = [kind]
-    for part in location:
-        known = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [each for info in known for each in _sections_below(info.annotation)] or models
-    return [name for model in models for name in model.model_fields]
+def _home(location: list[str], known: Collection[str]) -> str:
+    """Return the field that a place in a config lies in; empty if there is none."""
+    return next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
 
 
 def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> str:
     field, section = ".".join(location), ".".join(location[:-1])
     if why := kind.ABSENT.get(field):
         return f"{field}={shown(value)} is not available: {why}"
-    known = [*kind.model_fields, *fields(kind)]
+    documented = fields(kind)
+    known = [*kind.model_fields, *documented]
     beside = [name for name in known if name.rpartition(".")[0] == section]
-    beside = beside or [f"{section}.{name}" for name in _named_section(kind, location[:-1])]
+    home = _home(location, documented)
     for candidates in (beside, known):
         by_name = {name.rpartition(".")[2]: name for name in candidates}
         near = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)
@@ -281,5 +271,6 @@ def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> 
             what = f"Did you mean {by_name[near[0]]}?"
             break
     else:
-        what = f"Set one of {', '.join(name.rpartition('.')[2] for name in beside)}"
+        names = ", ".join(name.rpartition(".")[2] for name in beside)
+        what = f"Set one of {names}" if names else f"Set {home}: {documented[home].rstrip('.')}"
     return f"{field}={shown(value)} is unknown: there is no such field. {what}"

@@ -75,7 +75,6 @@ class Renderer:
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
-        self.line_end = encoded_line_end(tokenizer, self.bytes_of) if self.adds_space else None
         how = (template, reasoning, pads)
         self.chats = ChatTemplate(tokenizer, *how) if takes_template(kind) else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
@@ -91,11 +90,6 @@ class Renderer:
         """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether long texts are encoded in pieces."""
-        return not self.adds_space or self.line_end is not None
 
     def documents(self, values: Sequence[Any]) -> list[Made]:
         """Return `document(value)` for each value; a batch is cheaper than single calls."""
@@ -139,23 +133,16 @@ class Renderer:
         return list(zip(self._closed(bodies), notes, strict=True))
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, without special tokens around it."""
-        if not self.can_cut or max(map(len, texts), default=0) <= MAX_ENCODED:
-            return self._encode_whole(texts)
-        return [self._encode_long(text) for text in texts]
+        """Return int32 [tokens] of each text, without special tokens around it.
 
-    def _encode_long(self, text: str) -> Tokens:
-        if self.line_end is None:
-            pieces = pieces_of(parts_of(text), PIECE_ENDS)
-        else:
-            pieces = pieces_of([text], [LINE_END])
-        before = self.line_end or []
-        (ids,) = self._encode_whole([next(pieces)])
-        parts = [ids]
-        for piece in pieces:
-            (ids,) = self._encode_whole([("\n" if before else "") + piece])
-            parts.append(ids[len(before) :])
-        return np.concatenate(parts)
+        A tokenizer that puts a space before each text gets each text whole.
+        """
+        if self.adds_space or max(map(len, texts), default=0) <= MAX_ENCODED:
+            return self._encode_whole(texts)
+        each = (pieces_of(parts_of(text), PIECE_ENDS) for text in texts)
+        return [
+            np.concatenate([self._encode_whole([piece])[0] for piece in pieces]) for pieces in each
+        ]
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
@@ -307,22 +294,3 @@ def _cut_of(text: str, start: int, ends: Sequence[re.Pattern[str]]) -> int | Non
             if found := pattern.search(text, max(start + 1, end - CUT_REACH), end):
                 return found.end()
     return None
-
-
-def encoded_line_end(tokenizer: Any, bytes_of: np.ndarray[Any, Any]) -> list[int] | None:
-    r"""Return the tokens of "\n" with the space that a tokenizer puts before each text.
-
-    What follows a line end is then encoded after one, and these are left out.
-    None is returned where that would not give the tokens of the whole: a line end is part of longer
-    tokens, or is changed into something else.
-    """
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    alone, after = encode("\n"), encode("\na")
-    inside = [token for token in tokenizer.get_vocab() if "\n" in token and token != "\n"]
-    rest = after[len(alone) :]
-    exact = after[: len(alone)] == alone and int(bytes_of[alone].sum()) == 2
-    exact = exact and encode("a\na")[-len(rest) :] == rest and len(rest) > 0
-    return alone if exact and not inside else None
