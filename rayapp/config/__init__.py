@@ -12,7 +12,7 @@ clusters are in the modules that use them.
 from __future__ import annotations
 
 from rayapp.config.choices import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
-from rayapp.config.language import Config, Data, LanguageEval, Model, Parallel, Train
+from rayapp.config.language import Config
 from rayapp.config.lora import Lora
 from rayapp.config.reading import (
     KINDS,
@@ -24,43 +24,24 @@ from rayapp.config.reading import (
     from_dict,
     load,
 )
-from rayapp.config.sections import Checkpoint, Cluster, Origin, Run, RunConfig
+from rayapp.config.sections import Origin, Run, RunConfig
 from rayapp.config.text import parse_yaml
-from rayapp.config.vision import (
-    ImageDataConfig,
-    ImageModel,
-    ImageParallel,
-    ImageTrain,
-    RandAugment,
-    VisionConfig,
-)
+from rayapp.config.vision import VisionConfig
 
 __all__ = [
     "DATA_LABEL",
     "INSTANCE_LABEL",
     "KINDS",
     "MARKET_LABEL",
-    "Checkpoint",
     "Choice",
-    "Cluster",
     "Config",
     "ConfigError",
-    "Data",
     "Described",
-    "ImageDataConfig",
-    "ImageModel",
-    "ImageParallel",
-    "ImageTrain",
-    "LanguageEval",
     "Lora",
-    "Model",
     "Origin",
-    "Parallel",
     "Place",
-    "RandAugment",
     "Run",
     "RunConfig",
-    "Train",
     "VisionConfig",
     "combined_problems",
     "differences",

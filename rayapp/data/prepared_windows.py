@@ -81,7 +81,6 @@ class Windows:
         return sum(self._size(index) for index in self.order if index not in self.whole)
 
     def end(self, task: UnitTask) -> None:
-        """Note that a task is done."""
         begun = self._begun.get(task.index, 0)
         self._begun[task.index] = begun + task.unit.num_bytes
         if task.packs:

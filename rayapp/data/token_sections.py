@@ -136,11 +136,8 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
 
 
 def _joined(columns: list[Array], dtype: Any) -> Array:
-    """Lay arrays end to end; a single one, which may be large, is not copied."""
-    if len(columns) == 1 and columns[0].dtype == dtype:
-        return columns[0]
-    empty = np.empty(0, dtype)
-    return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
+    """Lay arrays end to end."""
+    return np.concatenate([np.empty(0, dtype), *columns], dtype=dtype, casting="unsafe")
 
 
 def end_of(seed: int, count: int) -> bytes:

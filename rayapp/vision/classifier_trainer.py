@@ -53,11 +53,6 @@ CHECKED_IMAGES = 4  # of an export
 TOLERANCE = {False: 1e-3, True: 5e-2}
 
 
-def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
-    """Build the model, distribute it over ranks, fill its weights and make the optimizer."""
-    return ImageTrainer(spec, device)
-
-
 class ImageTrainer(Trainer):
     """An image classifier and its optimizer on one rank."""
 
@@ -83,19 +78,15 @@ class ImageTrainer(Trainer):
         self.classifier.register_forward_hook(self._forwarded)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.classifier)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the number of images of so many steps."""
         return {"images": step * self.spec.order.rows_per_step}
 
     def tensors(self) -> Tensors:
-        """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
     def engine(self, control: Any) -> Engine:
-        """Return the loop's engine for a classifier."""
         batch_norm = self.spec.config.parallel
         engine = self.common_engine(
             control,
@@ -164,6 +155,9 @@ class ImageTrainer(Trainer):
         self._settling.finish()
         if self.average is not None:
             self.average.update()
+
+
+build = ImageTrainer  # which fills the weights too
 
 
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:

@@ -94,7 +94,6 @@ class Images:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out images."""
         return self.counts["eval"]
 
     @property

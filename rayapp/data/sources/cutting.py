@@ -79,12 +79,12 @@ def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list
     of_block = dict(zip(trained, chosen.tolist(), strict=True))
     for block in unit.blocks:
         found.setdefault(of_block.get(block, 0), []).append(block)
-    return [_window(index, found[index], sizes) for index in sorted(found)]
-
-
-def _window(index: int, blocks: list[Block], sizes: dict[Piece, int]) -> ReadUnit:
-    pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
-    return ReadUnit(index, pieces, sum(sizes[piece] for piece in pieces), tuple(blocks))
+    made = []
+    for index, blocks in sorted(found.items()):
+        pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
+        size = sum(sizes[piece] for piece in pieces)
+        made.append(ReadUnit(index, pieces, size, tuple(blocks)))
+    return made
 
 
 def _all_pieces(
