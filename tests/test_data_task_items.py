@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.config.sections import EvalTask
+from rayapp.config.tasks import EvalTask
 from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import items_of, read_records
 from rayapp.data.tokens import byte_tokenizer

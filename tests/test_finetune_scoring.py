@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from test_train_loop import config_of, inputs, spec_of, worker  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
-from rayapp.config.sections import EvalTask
+from rayapp.config.tasks import EvalTask
 from rayapp.data.task_items import Item, TaskItems
 from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer

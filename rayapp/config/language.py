@@ -28,7 +28,8 @@ from rayapp.config.fields import (
 from rayapp.config.lora import Lora
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
 from rayapp.config.sections import Eval as SharedEval
-from rayapp.config.sections import RunConfig, Tasks, indivisible
+from rayapp.config.sections import RunConfig, indivisible
+from rayapp.config.tasks import Tasks
 from rayapp.config.text import shown
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -236,6 +237,12 @@ class Config(RunConfig):
         return self.model_copy(
             update={"train": self.train.model_copy(update={"micro_batch": size})}
         )
+
+    @property
+    def evaluated(self) -> dict[str, bool]:
+        """The figures of an evaluation by name, each with whether a higher one is better."""
+        tasks = self.eval.tasks.items()
+        return super().evaluated | {name: task.score != "loss" for name, task in tasks}
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""

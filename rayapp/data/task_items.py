@@ -15,7 +15,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from rayapp.config.fields import RecordKind
-from rayapp.config.sections import EvalTask
+from rayapp.config.tasks import EvalTask
 from rayapp.data import first_records, shapes, sources
 from rayapp.data.kinds import messages_of, problem_of
 from rayapp.data.messages import said_by
