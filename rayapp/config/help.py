@@ -54,12 +54,8 @@ def _fields(prefix: str, section: FieldInfo, width: int) -> Iterator[str]:
         form = "'{rank: 16}'|none" if inner else form_of(name, info)
         facts = [f"default: {default_of(name, info)}", *filter(None, [limits_of(info)])]
         yield f"  --{field}={form}   [{'; '.join(facts)}]"
-        yield from textwrap.wrap(
-            " ".join((info.description or "").split()),
-            width,
-            initial_indent=INDENT,
-            subsequent_indent=INDENT,
-        )
+        about = " ".join((info.description or "").split())
+        yield textwrap.fill(about, width, initial_indent=INDENT, subsequent_indent=INDENT)
         if inner:
             yield from _fields(field, info, width)
 

@@ -115,7 +115,11 @@ def from_dict(
         problems += [
             problem
             for names, problem in config.conflicts()
-            if not any(_overlap(tuple(name.split(".")), at) for name in names for at in wrong)
+            if not any(
+                all(a == b for a, b in zip(name.split("."), at, strict=False))
+                for name in names
+                for at in wrong
+            )
         ]
     if problems or config is None:
         raise ConfigError(problems)
@@ -174,10 +178,6 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):
             yield each
-
-
-def _overlap(a: Sequence[str], b: Sequence[str]) -> bool:
-    return all(x == y for x, y in zip(a, b, strict=False))
 
 
 def put(tree: dict[str, object], field: str, value: Any, problems: list[str]) -> None:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import shapes, sources
@@ -43,6 +42,8 @@ def inspect(
 ) -> Inspected:
     """Read the first records of a few files; return their kind (if `auto`) and their problems.
 
+    The kind is that of most records, `text` if no shape is known.
+
     Up to 64 records of the first piece of each of up to 16 files are read. `limit`, a share of
     records, decides if these are all the data, or if it is 0 or 1. Other data are refused here only
     if no first record is usable: a wrong column is reported before anything starts. Else `limit`
@@ -51,7 +52,8 @@ def inspect(
     firsts, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in firsts if record.problem is None]
     if kind == "auto":
-        kind = _kind_of(rows)
+        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
+        kind = next((known for known, _ in kinds.most_common(1) if known), "text")
     if not firsts:
         return Inspected(kind, (), [f"data.path={path} is empty: there is no record in its files"])
     made = [shapes.standardised(record, kind, columns, names) for record in firsts]
@@ -80,14 +82,6 @@ def inspect(
         "data.columns, or allow more with data.bad_rows"
     )
     return Inspected(kind, tuple(unused), [problem])
-
-
-def _kind_of(rows: list[Any]) -> RecordKind:
-    """Return the kind of most records; `text` if no shape is known."""
-    kinds = Counter[RecordKind | None](
-        "text" if isinstance(row, str) else shapes.kind_of(row) for row in rows
-    )
-    return next((kind for kind, _ in kinds.most_common(1) if kind), "text")
 
 
 def records(source: sources.DataSource) -> tuple[list[sources.Record], bool]:

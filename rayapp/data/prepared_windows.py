@@ -210,7 +210,7 @@ class Preparation:
             self._changed.wait_for(lambda: self.problem is not None or self.holds(rows))
         if self.problem is not None:
             raise SourceError(self.problem)
-        return self._prepared()
+        return [each.prepared() for each in self.sources]
 
     def close(self) -> None:
         """End the thread after the task that ends next."""
@@ -252,7 +252,7 @@ class Preparation:
                     self.progress(total - left, total)
                 if self._closed or self.holds(rows):
                     break
-        return self._prepared()
+        return [each.prepared() for each in self.sources]
 
     def holds(self, rows: Sequence[int] | None) -> bool:
         """Return whether the first rows of each source, or all, are prepared."""
@@ -262,9 +262,6 @@ class Preparation:
         """Return how far the windows of all sources are that hold the first rows of the run."""
         each = [windows.progress(count) for windows, count in zip(self.sources, rows, strict=True)]
         return WindowProgress(*map(sum, zip(*each, strict=True)))
-
-    def _prepared(self) -> list[Prepared]:
-        return [each.prepared() for each in self.sources]
 
     def _with(self, rows: Sequence[int] | None) -> Iterator[tuple[Windows, int | None]]:
         asked: Sequence[int | None] = rows or [None] * len(self.sources)

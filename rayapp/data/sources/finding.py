@@ -40,7 +40,8 @@ def find(path: str, format: str = "auto") -> DataSource:
     if path == "stdlib":
         return _stdlib()
     reader = reader_version(format) if is_own(format) else ""
-    if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
+    local = os.path.exists(path) or _is_pattern(path) or path.startswith((".", "/", "~"))
+    if "://" not in path and not local and _looks_like_hub_id(path):
         return DataSource(path, "hub", (), hub.revision(path))
     if format == "hub":
         raise SourceError(
@@ -102,10 +103,6 @@ def _stdlib() -> DataSource:
         if (data := (root / name).read_bytes())
     )
     return DataSource(storage.url, "text", files)
-
-
-def _is_local(path: str) -> bool:
-    return os.path.exists(path) or _is_pattern(path) or path.startswith((".", "/", "~"))
 
 
 def _is_pattern(path: str) -> bool:
