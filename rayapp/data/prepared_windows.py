@@ -77,7 +77,6 @@ class Windows:
         """Bytes tokenised of each window that is not packed."""
 
     def bytes_left(self) -> int:
-        """Return the bytes of the windows that are not prepared."""
         return sum(self._size(index) for index in self.order if index not in self.whole)
 
     def end(self, task: UnitTask) -> None:

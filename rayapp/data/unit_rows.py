@@ -49,7 +49,10 @@ class Spool:
 
     def arrays(self) -> tuple[Slices, Slices, Slices]:
         """Return the tokens, whether they bear loss, and their bytes; nothing is added any more."""
-        return tuple(map(FileSlices, self.files, TYPES))  # type: ignore[return-value]  # of three
+        tokens, loss, num_bytes = map(FileSlices, self.files, TYPES)
+        if self.size > SPOOL_TOKENS:
+            return tokens, loss, num_bytes
+        return tokens[: self.size], loss[: self.size], num_bytes[: self.size]  # in memory
 
     def close(self) -> None:
         """Remove the temporary files; slices of them can be taken no more."""

@@ -233,5 +233,4 @@ def _joined(
 
 
 def _name(kind: str, number: int, ending: str) -> str:
-    """Return the name of a unit's file."""
     return f"{kind}-{number:05d}.{ending}"
