@@ -63,9 +63,7 @@ def _fields(prefix: str, section: FieldInfo, width: int) -> Iterator[str]:
 def forms(kind: type[RunConfig]) -> dict[str, str]:
     """Return {section.field: form} of all fields of all sections, see `form_of`."""
     each = field_infos(kind).items()
-    return {
-        name: form_of(name[name.rfind(".") + 1 :], i) for name, i in each if name.count(".") == 1
-    }
+    return {n: form_of(n.rpartition(".")[2], i) for n, i in each if n.count(".") == 1}
 
 
 def form_of(name: str, info: FieldInfo) -> str:
