@@ -16,7 +16,6 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
         "worker",
     )
 )
-FENCE = "rayapp/driver/fence.py"
 METRICS = "rayapp/observe/metrics_log.py"
 OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
@@ -252,7 +251,7 @@ DRIVER = (
     ),
     Mutation(
         "write-after-the-lease",
-        FENCE,
+        LEASE,
         "                self.verify()  #",
         "                pass  #",
         OF_LEASE,
