@@ -343,9 +343,9 @@ DRIVER = (
     ),
     Mutation(
         "prices-of-a-list-unchecked",
-        "rayapp/driver/budget.py",
+        STOP,
         'if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):',
         'if config.run.max_usd is None or any(machines(one, 1)["usd_per_hour"] for one in each):',
-        "tests/test_driver_budget.py -k choice",
+        "tests/test_driver_stop_budget.py -k choice",
     ),
 )

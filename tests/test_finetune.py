@@ -43,8 +43,8 @@ from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
 from rayapp.driver import checkpoint_validation as validation
 from rayapp.driver import ray_workers
-from rayapp.driver.budget import Budget
 from rayapp.driver.ray_session import connected, end_workers
+from rayapp.driver.stop import Budget
 from rayapp.finetune import auto
 from rayapp.finetune.__main__ import main
 from rayapp.finetune.prepared_run import order_of

@@ -10,8 +10,8 @@ from rayapp import config as configs
 from rayapp import planner
 from rayapp.config import ConfigError, Described, Run, RunConfig
 from rayapp.config.text import user_folder
-from rayapp.driver.budget import budget_problems
 from rayapp.driver.growth import growth_problem
+from rayapp.driver.stop import budget_problems
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import DONE, INTERRUPTED, PREPARED, RAY

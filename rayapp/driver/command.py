@@ -22,7 +22,6 @@ from rich.markup import escape
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display, placement
-from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.growth import changed_data, refuse_other_data, take
 from rayapp.driver.heartbeat import Heartbeat
@@ -31,7 +30,7 @@ from rayapp.driver.observe import Observer
 from rayapp.driver.output import captured, copied
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
-from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
+from rayapp.driver.stop import Budget, Stop, StopAsked, short_wait, unknown_nodes, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of

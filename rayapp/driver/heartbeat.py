@@ -11,6 +11,7 @@ On a terminal a line at the bottom is redrawn instead, until a progress bar take
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -18,13 +19,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from rayapp.driver.job_page import JobPage
 from rayapp.driver.output import Tail
+from rayapp.jobs.package import NAME_KEY, RUN_KEY
 from rayapp.observe.activity import (
     AT_WORK,
     LEAST_S,
@@ -47,6 +49,7 @@ logger = logging.getLogger("rayapp.driver")
 SAY_EVERY_S = 10.0  # without any line
 BESIDE_EVERY_S = 60.0  # what goes on meanwhile has a line of its own
 POLL_S = 1.0
+TELL_S = 10.0  # between two changes of the job's record
 READ_EVERY_S = 5.0  # rank 0's activity on S3
 
 
@@ -173,3 +176,59 @@ class Heartbeat:
         if self._status is not None:
             status, self._status = self._status, None
             status.stop()
+
+
+class JobPage:
+    """The record of this driver's job on the Jobs page of Ray's dashboard.
+
+    Ray has no public call that changes a job while it runs, so its record in Ray's key-value store
+    is changed here. Ray writes the record itself only before this process starts and after it has
+    ended, or after Ray has missed it: `ray job stop` may end the shell that starts a command alone.
+    """
+
+    def __init__(
+        self, submission_id: str, name: str, run_url: str, ask_to_stop: Callable[[], None]
+    ) -> None:
+        """`ask_to_stop` is called if Ray takes this job for stopped, though its driver lives."""
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
+        self._ours = {NAME_KEY: name, RUN_KEY: run_url}
+        self._last_shown, self._shown_at = "", 0.0
+        self._failed = self._stopped = False
+        self._ask_to_stop = ask_to_stop
+
+    def tell(self, text: str) -> None:
+        """Make a text the job's status message, at most every TELL_S seconds."""
+        now = time.monotonic()
+        if (
+            self._failed
+            or text == self._last_shown
+            or (self._last_shown and now - self._shown_at < TELL_S)
+        ):
+            return
+        self._last_shown, self._shown_at = text, now
+        from ray.exceptions import RayError
+
+        try:
+            self._change(text)
+        except (RayError, OSError, RuntimeError, ValueError, TypeError) as error:
+            self._failed = True
+            logger.warning("Ray's Jobs page does not show how far the run is: %s", error)
+
+    def _change(self, text: str) -> None:
+        from ray._private.ray_constants import KV_NAMESPACE_JOB
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+        stored = _internal_kv_get(self._key, namespace=KV_NAMESPACE_JOB)
+        record: dict[str, Any] = json.loads(stored or b"{}")
+        if record.get("status") == "STOPPED" and not self._stopped:
+            self._stopped = True
+            logger.warning("Ray has stopped this job, but not its command: it saves and leaves")
+            self._ask_to_stop()
+        if record.get("status") != "RUNNING":
+            return
+        record["message"] = text
+        record["metadata"] = {**self._ours, **(record.get("metadata") or {})}
+        value = json.dumps(record).encode()
+        _internal_kv_put(self._key, value, overwrite=True, namespace=KV_NAMESPACE_JOB)

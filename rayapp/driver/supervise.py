@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rayapp.driver import display
-from rayapp.driver.budget import Budget
 from rayapp.driver.checkpoint_validation import Validator
 from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
@@ -25,7 +24,7 @@ from rayapp.driver.output import AttemptLogs, Tail
 from rayapp.driver.ray_workers import Attempt, Workers
 from rayapp.driver.recovery import GiveUp, Recovery
 from rayapp.driver.reserve import Reserve
-from rayapp.driver.stop import POLL_S, Stop, StopAsked
+from rayapp.driver.stop import POLL_S, Budget, Stop, StopAsked
 from rayapp.observe import metrics, run_folder
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
 from rayapp.observe.attempts import FAILURE, NO_ROOM, STORAGE, Ending, ending_of

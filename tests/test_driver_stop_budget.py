@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rayapp.config import Config, ConfigError, differences, load
-from rayapp.driver.budget import Budget, budget_problems, unknown_nodes
 from rayapp.driver.checks import shared_problems
-from rayapp.driver.stop import Stop, StopAsked
+from rayapp.driver.stop import Budget, Stop, StopAsked, budget_problems, unknown_nodes
 from rayapp.driver.supervise import Command
 from rayapp.observe.events import Journal
 from rayapp.observe.goodput import ENDED, STARTED, WORKERS
