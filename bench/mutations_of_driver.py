@@ -24,7 +24,7 @@ OF_PLACEMENT = "tests/test_driver_placement.py"
 OF_METRICS = "tests/test_observe_metrics.py"
 OF_SUPERVISE = "tests/test_driver_supervise.py"
 OUTPUT, OF_OUTPUT = "rayapp/driver/output.py", "tests/test_driver_output.py"
-OF_RESERVE = "tests/test_driver_reserve.py"
+OF_RESERVE = "tests/test_driver_output_reserve.py"
 
 DRIVER = (
     # ---- One live run per name
@@ -294,7 +294,7 @@ DRIVER = (
     ),
     Mutation(
         "reserve-that-takes-no-room",
-        "rayapp/driver/reserve.py",
+        OUTPUT,
         "file.write(os.urandom(RESERVE_BYTES))",
         "file.truncate(RESERVE_BYTES)",
         OF_RESERVE,

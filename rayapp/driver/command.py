@@ -27,7 +27,7 @@ from rayapp.driver.growth import changed_data, refuse_other_data, take
 from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.lease import held
 from rayapp.driver.observe import Observer
-from rayapp.driver.output import captured, copied
+from rayapp.driver.output import captured
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
 from rayapp.driver.stop import Budget, Stop, StopAsked, short_wait, unknown_nodes, watching
@@ -111,7 +111,7 @@ class Kind:
             terminal = None if sys.stdout is None else sys.stdout.isatty()
             console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
             tell_ray()
-            with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
+            with Heartbeat(phases, console, tail) as heartbeat:
                 return Result(_run(config, self, console, heartbeat, on_step))
 
 

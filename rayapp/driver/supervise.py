@@ -20,10 +20,9 @@ from rayapp.driver import display
 from rayapp.driver.checkpoint_validation import Validator
 from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
-from rayapp.driver.output import AttemptLogs, Tail
+from rayapp.driver.output import AttemptLogs, Reserve, Tail
 from rayapp.driver.ray_workers import Attempt, Workers
 from rayapp.driver.recovery import GiveUp, Recovery
-from rayapp.driver.reserve import Reserve
 from rayapp.driver.stop import POLL_S, Budget, Stop, StopAsked
 from rayapp.observe import metrics, run_folder
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
