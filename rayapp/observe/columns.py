@@ -22,8 +22,14 @@ from rayapp.storage import Storage, StorageError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
-ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
+# Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
+# `step`.
+OF_A_STEP = {
+    "data_wait": "data_wait_s",
+    "checkpoint_stall": "checkpoint_stall_s",
+    "evaluation": "eval_s",
+}
+ACCOUNTED = ("step", "attempt", "workers", "time", "step_s", *OF_A_STEP.values())
 # Of a line. The number of an attempt is not enough: if the next attempt cuts its lines and dies
 # before its first step, the one after that has the same number.
 KNOWN_BY = ("attempt", "step", "time")

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rayapp.observe import run_folder
 from rayapp.observe.activity import WAITING_FOR_ROOM
-from rayapp.observe.columns import Array, Columns
+from rayapp.observe.columns import OF_A_STEP, Array, Columns
 from rayapp.observe.records import Event, Interruption
 from rayapp.observe.run_folder import EVENTS, DamagedFile
 
@@ -44,16 +44,19 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     ENDED: ("status", "reason", "seconds"),
 }
 
-# Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
-# `step`.
-OF_A_STEP = {
-    "data_wait": "data_wait_s",
-    "checkpoint_stall": "checkpoint_stall_s",
-    "evaluation": "eval_s",
-}
+START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"  # kinds of a TimeSpan
+IDLE = (START, "waiting", RECOVERY, "lost_work")  # causes of time outside of kept steps
 
 
-IDLE = ("start", "waiting", "recovery", "lost_work")  # causes of time outside of kept steps
+class TimeSpan(NamedTuple):
+    """A time in which a command did one kind of thing, in Unix seconds."""
+
+    kind: str
+    """START, TRAIN, RECOVERY or END."""
+    start: float
+    end: float
+    workers: int
+    """0 before the first attempt of the command."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def account(events: Sequence[Event], steps: Columns, now: float | None = None) -
     """
     seconds = dict.fromkeys((*IDLE, "evaluation", "export"), 0.0)
     for command, until in with_ends(events, steps["time"], now):
-        for cause, value in _idle_s(command, until).items():
+        for cause, value in _idle_s(command, until, steps["time"]).items():
             seconds[cause] += value
     wall_s, cost_usd = spent(events, steps["time"], now)
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
@@ -224,35 +227,51 @@ def _end_of(command: list[Event], follows: Event | None, times: Array, now: floa
     return float(max([*signs, command[-1]["time"]]))
 
 
-def _idle_s(command: list[Event], until: float) -> dict[str, float]:
-    """Return the seconds, by cause, that no kept step of a command accounts for."""
-    seconds = dict.fromkeys(IDLE, 0.0)
-    cause: str | None = "start"  # of the time since `since`; None while it trains
-    since = command[0]["time"]
-    waits = _waits(command, until)
-    seconds["waiting"] = sum(end - began for began, end in waits)
+def spans(command: list[Event], until: float, times: Array) -> list[TimeSpan]:
+    """Return what a command did, without gaps, from its start to `until`.
 
-    def idle_s(end: float) -> float:
-        waited_s = sum(max(0.0, min(end, e) - max(since, b)) for b, e in waits)
-        return max(0.0, end - since - waited_s)
+    `times` are the Unix seconds of the kept steps.
+    """
+    found: list[TimeSpan] = []
+    kind, since, workers = START, command[0]["time"], 0
+
+    def begin(following: str, at: float) -> None:
+        nonlocal kind, since
+        if at > since:
+            found.append(TimeSpan(kind, since, at, workers))
+        kind, since = following, max(since, at)
 
     for event in command:
+        if event["event"] == WORKERS:
+            workers = event.get("workers", 0)
+        elif event["event"] == RESUMED:
+            begin(TRAIN, event["time"] - event["first_step_s"])
+        elif event["event"] == INTERRUPTED and kind == TRAIN:
+            begin(RECOVERY, event["trained_until"] or event["time"])
+        elif event["event"] == ENDED:
+            inside = times[(times > since) & (times <= event["time"])]
+            trained_until = inside[-1] if len(inside) else since
+            known_s = sum(event["seconds"].values())
+            begin(END, float(trained_until) if kind == TRAIN else until - known_s)
+    begin(END, until)
+    return found
+
+
+def _idle_s(command: list[Event], until: float, times: Array) -> dict[str, float]:
+    """Return the seconds, by cause, that no kept step of a command accounts for."""
+    waits = _waits(command, until)
+    seconds = dict.fromkeys(IDLE, 0.0) | {"waiting": sum(end - began for began, end in waits)}
+    for kind, start, end, _ in spans(command, until, times):
+        if kind in IDLE:
+            waited_s = sum(max(0.0, min(end, e) - max(start, b)) for b, e in waits)
+            seconds[kind] += end - start - waited_s
+    for event in command:
         if event["event"] == RESUMED:
-            if cause is not None:
-                seconds[cause] += idle_s(event["time"] - event["first_step_s"])
-            cause = None
             seconds["lost_work"] += event["lost_s"]
-        elif event["event"] == INTERRUPTED and cause is None:
-            cause, since = "recovery", event["trained_until"] or event["time"]
         elif event["event"] == ENDED:
             known = event["seconds"]
-            if cause is not None:
-                seconds[cause] += max(0.0, idle_s(until) - sum(known.values()))
-            cause = None
             seconds["evaluation"] = known.get("evaluation", 0.0)
             seconds["export"] = known.get("export", 0.0) + known.get("sample", 0.0)
-    if cause is not None:
-        seconds[cause] += idle_s(until)
     return seconds
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from rayapp.config.fields import IMAGES
 from rayapp.observe import words
-from rayapp.observe.columns import Array
+from rayapp.observe.columns import OF_A_STEP, Array
 from rayapp.observe.figures import label
 from rayapp.observe.metrics import FIELDS
 from rayapp.observe.records import band_of
@@ -41,11 +41,6 @@ from rayapp.report.folder import ReportedRun
 LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
 PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
 TOPS = ("eval_top1", "eval_top5")
-STALLS = {
-    "data wait": "data_wait_s",
-    "checkpoint stall": "checkpoint_stall_s",
-    "evaluation": "eval_s",
-}
 
 
 def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
@@ -256,7 +251,10 @@ def _memory(run: ReportedRun) -> Chart:
 
 def _step_time(run: ReportedRun) -> Chart:
     """Return the chart of a step's parts, stacked: each second of a step is in one of them."""
-    stalls = {name: np.nan_to_num(run.columns[column]) for name, column in STALLS.items()}
+    stalls = {
+        name.replace("_", " "): np.nan_to_num(run.columns[column])
+        for name, column in OF_A_STEP.items()
+    }
     whole = np.nan_to_num(run.columns["step_s"])
     rest = np.maximum(whole - sum(stalls.values(), np.zeros_like(whole)), 0.0)
     columns = {"computing": rest, **stalls}
