@@ -43,6 +43,8 @@ class Columns:
         """The last line, with all of its fields."""
         self.rank_s: Mapping[str, float | None] = {}
         """The own time of each rank, as last told."""
+        self.held: list[MetricsLine] = []
+        """The lines with held-out figures, with all of their fields."""
         self.ends = array("q")
         """The byte of metrics.jsonl behind each line."""
         self._columns = {name: array("d") for name in names}
@@ -59,6 +61,8 @@ class Columns:
     @metrics.read_again
     def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
         """Read a run's metrics.jsonl, block by block; an unfinished last line is left out.
+
+        A figure of one source of a mixture is named `loss_by_source/PATH`.
 
         Raises:
             StorageError: it cannot be read.
@@ -89,11 +93,15 @@ class Columns:
 
     def _add(self, line: MetricsLine, end: int) -> None:
         for name, column in self._columns.items():
-            value = figure(line, name)
+            field, _, key = name.partition("/")
+            inside = line.get(field) if key else None
+            value = figure(inside, key) if isinstance(inside, Mapping) else figure(line, name)
             column.append(math.nan if value is None else value)
         self.ends.append(end)
         self.last = line
         self.rank_s = line.get("rank_s") or self.rank_s
+        if line.get("eval_loss") is not None:
+            self.held.append(line)
 
 
 class Follower:

@@ -6,7 +6,7 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -23,9 +23,7 @@ from rayapp.observe.goodput import STARTED, Account, read_events, with_ends
 from rayapp.observe.metrics import FIELDS, figure, last, own_figures
 from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections
 from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
-from rayapp.report import evaluations
 from rayapp.report.chart import window_of
-from rayapp.report.evaluations import SourceFigures
 from rayapp.storage import Storage
 
 TEXTS = ("batch_digest", "eval_samples", "lagging")  # fields of a line that are no numbers
@@ -40,6 +38,7 @@ OF_TEXT = (
     *(f"{split}.{name}" for split in ("train", "eval") for name in Counts.__annotations__),
     *("fill", "loss_share", "duplicates", "bad"),
 )
+BY_SOURCE = ("tokens_by_source", "loss_by_source")
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -68,9 +67,7 @@ class ReportedRun:
     columns: dict[str, Array]
     """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
     held: list[Evaluated]
-    """In order of step."""
-    sources: dict[str, SourceFigures] = field(default_factory=dict)
-    """By path, of a mixture of several."""
+    """In order of step; result.json counts before metrics.jsonl, that before validation.jsonl."""
 
     @property
     def num_lines(self) -> int:
@@ -158,7 +155,7 @@ class ReportedRun:
     @property
     def num_recent(self) -> int:
         """Number of steps that are recent: 2 % of the run, but 10 at least."""
-        return _num_recent(self.num_lines)
+        return min(self.num_lines, max(10, window_of(self.num_lines)))
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a field over the last steps; None if none of them has it."""
@@ -187,12 +184,16 @@ def read(storage: Storage) -> ReportedRun:
         StorageError: it cannot be read.
     """
     own = own_figures(last(storage) or {})
-    steps = Columns.read(storage, tuple(dict.fromkeys((*NAMES, *own))))
-    columns = steps.columns()
+    task, config = _sections(storage)
+    parts = [
+        f"{name}/{path}"
+        for path in config.get("data", {}).get("mixture") or ()
+        for name in BY_SOURCE
+    ]
+    steps = Columns.read(storage, tuple(dict.fromkeys((*NAMES, *own, *parts))))
     now = statuses.read(storage, steps)
     events = read_events(storage)
     result = statuses.read_result(storage)
-    task, config = _sections(storage)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # events.jsonl was damaged, and deleted
         status, reason = result["status"], result.get("reason")
@@ -201,7 +202,9 @@ def read(storage: Storage) -> ReportedRun:
     account = now.account
     if not account.wall_s:  # nothing is known of its time
         account = replace(account, goodput={}, cost_usd=None)
-    held, sources = evaluations.read(storage, columns, config, current, _num_recent(len(steps)))
+    at_end: Any = [{**current, "step": current["steps"]}] if "steps" in current else []
+    held: list[Any] = [*statuses.read_validations(storage), *steps.held, *at_end]
+    by_step = {line["step"]: line for line in held if line.get("eval_loss") is not None}
     return ReportedRun(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
@@ -217,9 +220,8 @@ def read(storage: Storage) -> ReportedRun:
         events=events,
         account=account,
         steps=steps,
-        columns=columns,
-        held=held,
-        sources=sources,
+        columns={name: steps[name] for name in (*NAMES, *own)},
+        held=[by_step[step] for step in sorted(by_step)],
     )
 
 
@@ -227,10 +229,6 @@ def _known(function: Any, values: Array) -> float | None:
     """Return a function of the values that are known; None if there are none."""
     known = values[~np.isnan(values)]
     return float(function(known)) if len(known) else None
-
-
-def _num_recent(num_lines: int) -> int:
-    return min(num_lines, max(10, window_of(num_lines)))
 
 
 def _sections(storage: Storage) -> tuple[str | None, Sections]:

@@ -26,7 +26,7 @@ from rayapp.config import ConfigError
 from rayapp.observe import words
 from rayapp.observe.plain import redacted
 from rayapp.observe.run_folder import METRICS, REPORT, DamagedFile
-from rayapp.report import comparison, evaluations, tables, timeline
+from rayapp.report import comparison, tables, timeline
 from rayapp.report.chart import AREA, BUCKETS, DOTS, FAINT, Chart, ChartLine
 from rayapp.report.charts import charts_of
 from rayapp.report.folder import ReportedRun, read
@@ -178,7 +178,7 @@ def environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"number": words.number, "duration": words.duration}
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)  # a Python literal too
-    modules = (comparison, evaluations, tables, timeline, words)
+    modules = (comparison, tables, timeline, words)
     environment.globals |= {each.__name__.rpartition(".")[2]: each for each in modules}
     return environment
 

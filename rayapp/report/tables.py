@@ -5,10 +5,13 @@ headline(run)[0]                # Tile("Held-out loss", "3.2014", "nats per toke
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+import numpy as np
 
 from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
@@ -16,10 +19,15 @@ from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
 from rayapp.observe.goodput import ENDED, WORKERS
-from rayapp.observe.records import EventFields
+from rayapp.observe.records import Evaluated, EventFields
 from rayapp.observe.run_folder import CONFIG
 from rayapp.observe.words import BARS, UNKNOWN
-from rayapp.report.folder import ReportedRun
+from rayapp.report.chart import evenly
+from rayapp.report.folder import BY_SOURCE, ReportedRun
+
+MOST_ROWS = 12  # of the table of answers
+MOST_OF_PROMPT = 160  # characters
+WHITE = "(white space alone)"
 
 
 @dataclass(frozen=True)
@@ -251,9 +259,15 @@ def confusions(run: ReportedRun) -> list[list[str]]:
 def sources(run: ReportedRun) -> list[list[str]]:
     """Return the parts of a mixture: how much there is, was trained on, and their losses."""
     mixture = run.config.get("data", {}).get("mixture") or {}
-    rows = []
+    kept, rows = run.columns["skipped"] != 1, []
     for path, part in run.plan.get("data", {}).get("sources", {}).items():
-        own, whole = run.sources.get(path), sum(mixture.values())
+        whole = sum(mixture.values())
+        tokens, losses = (
+            run.steps[f"{name}/{path}"] if path in mixture else np.array([]) for name in BY_SOURCE
+        )
+        recent = np.flatnonzero(~np.isnan(losses))[-run.num_recent :]
+        summed = tokens[recent].sum()
+        held = [line["eval_loss_by_source"] for line in run.held if line.get("eval_loss_by_source")]
         rows.append(
             [
                 path,
@@ -262,9 +276,9 @@ def sources(run: ReportedRun) -> list[list[str]]:
                 words.amount(part["train"]["tokens"]),
                 words.share(part["fill"]),
                 f"{sum(part['bad'].values()):,}",
-                words.amount(own.tokens if own else None),
-                text("loss", own.loss if own else None),
-                text("loss", own.held_out if own else None),
+                words.amount(float(np.nansum(tokens[kept])) if len(tokens) else None),
+                text("loss", float((losses * tokens)[recent].sum() / summed) if summed else None),
+                text("loss", held[-1].get(path) if held else None),
             ]
         )
     return rows
@@ -290,3 +304,46 @@ def expert_row(layer: int, tokens: list[int]) -> list[str]:
         f"{tokens.count(0)} of {len(tokens)}",
         "".join(BARS[(8 * count - 1) // most] if count else " " for count in tokens),
     ]
+
+
+# ---- Answers to eval.prompts ------------------------------------------------------------------
+
+
+def head_of_answers(held: Sequence[Evaluated]) -> list[str]:
+    """Return the head of the table of answers: the step, and each prompt; empty without answers."""
+    prompts = (
+        prompt if len(prompt) <= MOST_OF_PROMPT else f"{prompt[:MOST_OF_PROMPT]}…"
+        for prompt in _prompts(held)
+    )
+    return ["step", *prompts] if _prompts(held) else []
+
+
+def answers(held: Sequence[Evaluated]) -> list[list[str]]:
+    """Return a row for each of at most MOST_ROWS evaluations: its step, and each prompt's answer.
+
+    Of more, the first, the last and others evenly between them are taken.
+    """
+    prompts, rows = _prompts(held), []
+    for line in evenly([each for each in held if each.get("eval_samples")], MOST_ROWS):
+        said = dict(line["eval_samples"])
+        rows.append([f"{line['step']:,}", *(shown(said.get(prompt, "")) for prompt in prompts)])
+    return rows
+
+
+def shown(answer: str) -> str:
+    """Return an answer without white space at its end, and with one of several empty lines.
+
+    A model that has learned little often repeats white space.
+
+    >>> shown("a\\n \\n\\n\\n  b\\n\\n"), shown("\\n\\n"), shown("")
+    ('a\\n\\n  b', '(white space alone)', '')
+    """
+    text = re.sub(r"\n(?:[^\S\n]*\n)+", "\n\n", answer.rstrip())
+    return text or (WHITE if answer else "")
+
+
+def _prompts(held: Sequence[Evaluated]) -> list[str]:
+    """Return the prompts of all evaluations in order."""
+    return list(
+        dict.fromkeys(prompt for each in held for prompt, _ in each.get("eval_samples") or ())
+    )
