@@ -71,3 +71,30 @@ def test_of_many_evaluations_some_answers_are_shown() -> None:
     assert tables.head_of_answers([{"step": 1, "eval_loss": 2.0}]) == [] == tables.answers([])
     (_, shown) = tables.head_of_answers([{"step": 1, "eval_samples": [("x" * 500, "")]}])
     assert shown == "x" * tables.MOST_OF_PROMPT + "…"
+
+
+def test_sources_show_what_was_trained_on_and_their_last_losses(tmp_path: Path) -> None:
+    """A skipped step trains on nothing; the end's held-out losses count before a step's."""
+    storage = open_storage(str(tmp_path))
+    mixture = {"data__path": "stdlib", "data__mixture": "{s3://b/a: 1, b: 3}"}
+    run = RunFolder(storage, "mixed", 12, **mixture)
+    for step in range(1, 13):
+        figures = {"tokens_by_source": {"s3://b/a": 10}, "loss_by_source": {"s3://b/a": 2.0}}
+        if step % 2:
+            figures["tokens_by_source"]["b"] = 100 * step
+            figures["loss_by_source"]["b"] = float(step)
+        held = {"eval_loss": 2.5, "eval_loss_by_source": {"s3://b/a": 4.0}} if step == 9 else {}
+        run.train(1, skipped=step == 11, **figures, **held)
+    train = {"documents": 7, "tokens": 900}
+    part = {"train": train, "fill": 0.5, "bad": {"empty": 2}}
+    run.run.write("plan.json", b"{}")
+    read = folder.read(run.run)
+    read.plan["data"] = {"sources": {"s3://b/a": part, "b": part}}  # type: ignore[typeddict-item]
+    one, other = tables.sources(read)
+    assert one == ["s3://b/a", "25 %", "7", "900", "50 %", "2", "110", "2.0000", "4.0000"]
+    weighed = sum(100.0 * n * n for n in range(1, 12, 2)) / sum(100.0 * n for n in range(1, 12, 2))
+    assert other[6:] == ["2,500", f"{weighed:.4f}", "n/a"]
+    run.end(eval_loss=2.4, eval_loss_by_source={"s3://b/a": 3.0, "b": 3.5})
+    read = folder.read(run.run)
+    read.plan["data"] = {"sources": {"b": part}}  # type: ignore[typeddict-item]
+    assert tables.sources(read)[0][-1] == "3.5000"
