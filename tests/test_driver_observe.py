@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,11 +79,15 @@ def told_of(run: Storage) -> Told:
     return Told(run)
 
 
-def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
-    while recorder.steps != steps:
-        assert time.monotonic() < until, recorder.steps
+    while not holds():
+        assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
+    wait_until(lambda: recorder.steps == steps)
 
 
 def lines_of(steps: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -167,7 +171,7 @@ class NoGauges:
 def test_hooks_are_told_of_the_steps_of_this_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not of those that were there when it began."""
+    """Not of those that were there when it began; after an outage, and again after a recovery."""
     monkeypatch.setattr(observe, "Driver", NoGauges)
     monkeypatch.setattr(observe, "POLL_S", 0.01)
     folder, steps = RunFolder(open_storage(str(tmp_path)), "demo", steps=9), list[int]()
@@ -176,13 +180,20 @@ def test_hooks_are_told_of_the_steps_of_this_command(
     spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=9))
     spec.config = load(None, {"run.trackers": "none"})
     with observe.Observer(spec, folder.run, hooks) as observer:
-        until = time.monotonic() + PATIENCE_S
-        while not observer._looked:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        read, failures = observer._lines.lines, [OSError("away")]
+
+        def lines(start: int, stop: int) -> Any:
+            if failures:
+                raise failures.pop()
+            return read(start, stop)
+
+        monkeypatch.setattr(observer._lines, "lines", lines)
+        wait_until(lambda: observer._told is not None)
         folder.train(3)
+        wait_until(lambda: len(steps) == 3)
+        folder.train(2, at=6)
     hooks.end({"status": "done"})
-    assert steps == [5, 6, 7]
+    assert steps == [5, 6, 7, 7, 8] and not failures
 
 
 def test_a_damaged_event_ends_no_observer(

@@ -36,7 +36,7 @@ ACCOUNT_S = 10.0  # between two updates of time, cost and checkpoints
 TELL_S = 10.0  # between two requests to a tracker: one costs the same for one step as for many
 RETRY_S = 5.0
 CLOSE_S = 30.0  # to send what is left when the command ends
-PART = 500  # lines in one request
+PART = 500  # lines that are read, or sent, at once
 
 LinesOf: TypeAlias = Callable[[int, int], list[MetricsLine]]
 
@@ -133,7 +133,8 @@ class Observer:
         self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         self._lines = Follower(run)
-        self._looked = False
+        self._told: int | None = None  # lines that hooks know; None before the first look
+        self._checkpoint = 0  # the newest that hooks know
         self._trackers = [
             TrackerFeed(name, run, spec, self._lines.lines) for name in spec.config.run.trackers
         ]
@@ -176,11 +177,7 @@ class Observer:
         before = len(self._lines.steps)
         kept = self._lines.poll()
         steps = self._lines.steps
-        if not self._looked:  # the workers have done no step yet: these are of earlier commands
-            self._looked = True
-            self._hooks.follow(len(steps), self._lines.lines)
-        else:
-            self._hooks.update(len(steps), kept)
+        self._tell_hooks(len(steps), kept)
         if kept < before or len(steps) > kept:
             for tracker in self._trackers:
                 tracker.update(len(steps), kept)
@@ -188,8 +185,9 @@ class Observer:
         if began < self._account_at and not last:
             return
         newest = newest_committed(self._run)
-        if newest is not None:
-            self._hooks.checkpoint(newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}")
+        if newest is not None and newest.step != self._checkpoint:
+            self._checkpoint, url = newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}"
+            self._hooks.call("on_checkpoint", newest.step, url)
         sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
         saving = self._spec.config.checkpoint
         self._driver.set(
@@ -205,3 +203,15 @@ class Observer:
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
+
+    def _tell_hooks(self, count: int, kept: int) -> None:
+        """Tell the lines up to `count`; steps that a recovery does again are told again.
+
+        At the first look the workers have done no step yet: the lines are of earlier commands.
+        """
+        self._told = count if self._told is None else min(self._told, kept)
+        while self._told < count:
+            stop = min(count, self._told + PART)
+            for line in self._lines.lines(self._told, stop):
+                self._hooks.call("on_step", line)
+            self._told = stop
