@@ -17,9 +17,8 @@ from run_folders import RunFolder
 
 from rayapp.config import load
 from rayapp.driver import observe
-from rayapp.driver.observe import TrackerFeed
+from rayapp.driver.observe import Hooks, TrackerFeed
 from rayapp.observe import trackers
-from rayapp.observe.hooks import Hooks
 from rayapp.storage import Storage, open_storage
 
 

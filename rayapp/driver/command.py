@@ -26,7 +26,7 @@ from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.growth import changed_data, refuse_other_data, take
 from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.lease import held
-from rayapp.driver.observe import Observer
+from rayapp.driver.observe import Hooks, Observer, opened
 from rayapp.driver.output import captured
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
@@ -35,11 +35,9 @@ from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.jobs.results import Result
-from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.gauges import tell_end
-from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import Console as PlainConsole
 from rayapp.observe.records import RunResult, Summary
@@ -168,7 +166,7 @@ def _run(
                 shown_by=heartbeat.shown_by,
             )
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
-            hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
+            hooks = Hooks([*opened(ready.config, run.url), *more])
             with _logged(command, ready.config.run.name, console, hooks):
                 return _to_the_end(kind, ready, command, gpus, console, hooks)
 

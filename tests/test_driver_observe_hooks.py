@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rayapp.config import ConfigError, load
-from rayapp.observe import hooks
-from rayapp.observe.hooks import Hooks, opened
+from rayapp.driver import observe
+from rayapp.driver.observe import Hooks, opened
 
 
 class Told:
@@ -58,7 +58,7 @@ def test_an_error_of_a_hook_ends_nothing(caplog: pytest.LogCaptureFixture) -> No
 def test_a_hook_that_hangs_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hooks, "CLOSE_S", 0.2)
+    monkeypatch.setattr(observe, "HOOKS_CLOSE_S", 0.2)
     release = threading.Event()
 
     class Slow:
