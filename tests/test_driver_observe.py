@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +37,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.ended: tuple[str, Any] | None = None
-        self.refuses = threading.Event()
+        self.refuses = Event()
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
@@ -193,6 +193,26 @@ def test_hooks_are_told_of_the_steps_of_this_command(
         folder.train(2, at=6)
     hooks.end({"status": "done"})
     assert steps == [5, 6, 7, 7, 8] and not failures
+
+
+def test_a_slow_hook_leaves_lines_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "Driver", NoGauges)
+    monkeypatch.setattr(observe, "POLL_S", 0.01)
+    monkeypatch.setattr(observe, "PART", 2)
+    folder, steps, go_on = RunFolder(open_storage(str(tmp_path)), "demo", steps=9), [], Event()
+    hook = SimpleNamespace(on_step=lambda line: go_on.wait(PATIENCE_S) and steps.append(line))
+    hooks = Hooks([hook])
+    spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=9))
+    with observe.Observer(spec, folder.run, hooks) as observer:
+        wait_until(lambda: observer._told is not None)
+        folder.train(9)
+        wait_until(lambda: hooks.num_waiting >= 2)
+        assert hooks.num_waiting <= 3
+        go_on.set()
+    hooks.end({"status": "done"})
+    assert [line["step"] for line in steps] == list(range(1, 10))
 
 
 def test_a_damaged_event_ends_no_observer(

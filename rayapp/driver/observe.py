@@ -184,7 +184,7 @@ class Observer:
         before = len(self._lines.steps)
         kept = self._lines.poll()
         steps = self._lines.steps
-        self._tell_hooks(len(steps), kept)
+        self._tell_hooks(len(steps), kept, last)
         if kept < before or len(steps) > kept:
             for tracker in self._trackers:
                 tracker.update(len(steps), kept)
@@ -192,7 +192,7 @@ class Observer:
         if began < self._account_at and not last:
             return
         newest = newest_committed(self._run)
-        if newest is not None and newest.step != self._checkpoint:
+        if newest is not None and newest.step != self._checkpoint and self._told == len(steps):
             self._checkpoint, url = newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}"
             self._hooks.call("on_checkpoint", newest.step, url)
         sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
@@ -211,13 +211,14 @@ class Observer:
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
 
-    def _tell_hooks(self, count: int, kept: int) -> None:
+    def _tell_hooks(self, count: int, kept: int, last: bool) -> None:
         """Tell the lines up to `count`; steps that a recovery does again are told again.
 
-        At the first look the workers have done no step yet: the lines are of earlier commands.
+        Slow hooks get further lines at a later look, so that few wait in memory. At the first look
+        the workers have done no step yet: the lines are of earlier commands.
         """
         self._told = count if self._told is None else min(self._told, kept)
-        while self._told < count:
+        while self._told < count and (last or self._hooks.num_waiting < PART):
             stop = min(count, self._told + PART)
             for line in self._lines.lines(self._told, stop):
                 self._hooks.call("on_step", line)
@@ -282,6 +283,11 @@ class Hooks:
         """Have one of HOOK_METHODS of each hook called."""
         if not self._ended:
             self._calls.put((method, *values))
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls that are not begun."""
+        return self._calls.qsize()
 
     def end(self, result: Mapping[str, Any]) -> None:
         """Tell the result after all else, and wait for that up to HOOKS_CLOSE_S."""
