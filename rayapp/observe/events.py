@@ -265,9 +265,6 @@ def git_commit() -> str | None:
     try:
         top, git, shared, commit = _git(os.environ, "rev-parse", *wanted).splitlines()
         with tempfile.TemporaryDirectory() as empty:
-            if len(commit) > 40:
-                form = "[core]\nrepositoryFormatVersion=1\n[extensions]\nobjectFormat=sha256\n"
-                Path(empty, "config").write_text(form)
             Path(empty, "HEAD").write_text(commit)
             Path(empty, "refs").mkdir()
             own = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}

@@ -3,14 +3,7 @@
     account = account(read_events(run), Columns.read(run), now=time.time())
     account.goodput["step"], account.cost_usd
 
-The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
-
-    started      a command began: host, user, commit, command, submission_id, machines' cost
-    phase        the command is in a phase that lasts: phase (waiting for room, tokenising ...)
-    workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
-    resumed      its first step is done: step before it, first_step_s, lost_steps, lost_s
-    interrupted  it ended early: kind, reason, step, workers, trained_until
-    ended        the command ended: status, reason, seconds of evaluation, sample and export
+The driver writes events.jsonl, one JSON object a line (see rayapp.observe.records.Event).
 """
 
 from __future__ import annotations
@@ -31,8 +24,12 @@ from rayapp.observe.run_folder import EVENTS, DamagedFile
 if TYPE_CHECKING:
     from rayapp.storage import Storage
 
-STARTED, PHASE, WORKERS, RESUMED = "started", "phase", "workers", "resumed"
-INTERRUPTED, ENDED = "interrupted", "ended"
+STARTED = "started"  # a command began
+PHASE = "phase"  # it is in a phase that lasts, e.g. waits for room
+WORKERS = "workers"  # an attempt begins
+RESUMED = "resumed"  # its first step is done
+INTERRUPTED = "interrupted"  # it ended early
+ENDED = "ended"  # the command ended
 
 # The fields of each event without which it is damaged.
 REQUIRED: Mapping[str, tuple[str, ...]] = {

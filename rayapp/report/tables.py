@@ -5,7 +5,6 @@ headline(run)[0]                # Tile("Held-out loss", "3.2014", "nats per toke
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from rayapp.report.folder import BY_SOURCE, ReportedRun
 
 MOST_ROWS = 12  # of the table of answers
 MOST_OF_PROMPT = 160  # characters
-WHITE = "(white space alone)"
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,7 @@ def sources(run: ReportedRun) -> list[list[str]]:
         )
         recent = np.flatnonzero(~np.isnan(losses))[-run.num_recent :]
         summed = tokens[recent].sum()
-        held = [line["eval_loss_by_source"] for line in run.held if line.get("eval_loss_by_source")]
+        held = [each for line in run.held if (each := line.get("eval_loss_by_source"))]
         rows.append(
             [
                 path,
@@ -326,20 +324,8 @@ def answers(held: Sequence[Evaluated]) -> list[list[str]]:
     prompts, rows = _prompts(held), []
     for line in evenly([each for each in held if each.get("eval_samples")], MOST_ROWS):
         said = dict(line["eval_samples"])
-        rows.append([f"{line['step']:,}", *(shown(said.get(prompt, "")) for prompt in prompts)])
+        rows.append([f"{line['step']:,}", *(said.get(prompt, "").rstrip() for prompt in prompts)])
     return rows
-
-
-def shown(answer: str) -> str:
-    """Return an answer without white space at its end, and with one of several empty lines.
-
-    A model that has learned little often repeats white space.
-
-    >>> shown("a\\n \\n\\n\\n  b\\n\\n"), shown("\\n\\n"), shown("")
-    ('a\\n\\n  b', '(white space alone)', '')
-    """
-    text = re.sub(r"\n(?:[^\S\n]*\n)+", "\n\n", answer.rstrip())
-    return text or (WHITE if answer else "")
 
 
 def _prompts(held: Sequence[Evaluated]) -> list[str]:
