@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
@@ -41,59 +41,41 @@ GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Attempt(Protocol):
-    """One group of workers, from its start to its end."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of the group, at most so long; return whether it has ended."""
-
-    def outcome(self) -> Summary | Exception:
-        """Return rank 0's summary, or the error of Ray or its workers; waits for the end."""
-
-    def end(self) -> None:
-        """Kill the workers."""
-
-
-class Workers(Protocol):
-    """The cluster of a run, as its supervision sees it."""
-
-    def asked_for(self) -> AbstractContextManager[None]:
-        """Inside the block, ask the autoscaler for all workers of an elastic run."""
-
-    def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
-        """Wait until enough workers fit, and return how many to start."""
-
-    def start(self, spec: AnySpec, workers: int) -> Attempt:
-        """Start a group of workers."""
-
-
 class RayWorkers:
-    """Groups of Ray Train on the cluster that this process is connected to."""
+    """Groups of Ray Train on the cluster that this process is connected to.
+
+    The supervision of a run sees its cluster through this class and RayAttempt alone.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
     def asked_for(self) -> AbstractContextManager[None]:
+        """Inside the block, ask the autoscaler for all workers of an elastic run."""
         return placement.asked_for(self._config)
 
     def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
+        """Wait until enough workers fit, and return how many to start."""
         return placement.wait_for_room(self._config, note, check)
 
-    def start(self, spec: AnySpec, workers: int) -> Attempt:
+    def start(self, spec: AnySpec, workers: int) -> RayAttempt:
+        """Start a group of workers."""
         return RayAttempt(_trainer(spec, workers))
 
 
 class RayAttempt:
-    """A group of Ray Train."""
+    """A group of Ray Train, from its start to its end."""
 
     def __init__(self, trainer: Any) -> None:
         # Not in the main thread: Ray Train would replace our signal handlers there and abort.
         self._fit: Call[Any] = Call(CLOCK, trainer.fit, "fit")
 
     def wait(self, seconds: float) -> bool:
+        """Wait for the end of the group, at most so long; return whether it has ended."""
         return self._fit.wait(seconds)
 
     def outcome(self) -> Summary | Exception:
+        """Return rank 0's summary, or the error of Ray or its workers; waits for the end."""
         from ray.exceptions import RayError
         from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -106,6 +88,7 @@ class RayAttempt:
         return summary
 
     def end(self) -> None:
+        """Kill the workers."""
         end_workers()
 
 

@@ -21,7 +21,7 @@ from rayapp.driver.checkpoint_validation import Validator
 from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
 from rayapp.driver.output import AttemptLogs, Reserve, Tail
-from rayapp.driver.ray_workers import Attempt, Workers
+from rayapp.driver.ray_workers import RayAttempt, RayWorkers
 from rayapp.driver.recovery import GiveUp, Recovery
 from rayapp.driver.stop import POLL_S, Budget, Stop, StopAsked
 from rayapp.observe import metrics, run_folder
@@ -91,7 +91,7 @@ class Command:
 def fit(
     command: Command,
     spec: AnySpec,
-    workers: Workers,
+    workers: RayWorkers,
     console: Console,
     after_failure: AfterFailure,
     make_validator: Callable[[AnySpec, Storage, Callable[[str], None]], Any] = Validator,
@@ -142,7 +142,7 @@ class _Supervisor:
 
     command: Command
     spec: AnySpec
-    workers: Workers
+    workers: RayWorkers
     bar: display.ProgressBar
     after_failure: AfterFailure
     beside: BackgroundWork | None
@@ -246,7 +246,7 @@ class _Supervisor:
         if ending.kind != NO_ROOM:
             self.command.logs.end_attempt(text)
 
-    def _watch(self, attempt: Attempt) -> str | None:
+    def _watch(self, attempt: RayAttempt) -> str | None:
         """Show the last line of metrics.jsonl until the attempt ends.
 
         A thread reads the storage, so that a request that hangs does not hold up this loop: it ends
