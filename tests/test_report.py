@@ -543,7 +543,8 @@ def test_steps_are_read_block_by_block(
     damaged = whole.replace(b'{"step": 20,', b'{"step" 20,')
     for data, missing in ((whole, []), (damaged, [20]), (whole + b'{"step": 51, "lo', [])):
         run.run.write(METRICS, data)
-        found = Columns.read(run.run, folder.NAMES).columns()
+        read_again = Columns.read(run.run, folder.NAMES)
+        found = {name: read_again[name] for name in folder.NAMES}
         lines = metrics.read(run.run)
         assert [line["step"] for line in lines] == [s for s in range(1, 51) if s not in missing]
         for name, column in found.items():

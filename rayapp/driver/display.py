@@ -102,7 +102,7 @@ class ProgressBar:
         if self._progress is not None:
             self._progress.update(self._task, figures=text)
         else:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.say(text)
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen."""

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -87,7 +87,9 @@ def _init(address: str, **options: Any) -> None:
     """
     import ray
 
-    logging.getLogger(TOKENS_LOGGER).addFilter(_is_for_users)
+    logging.getLogger(TOKENS_LOGGER).addFilter(
+        lambda record: not record.getMessage().startswith(TOKENS_ARE_USED)
+    )
     for attempt in range(1, STARTS + 1):
         try:
             with _signals_are_for_the_driver():
@@ -136,10 +138,6 @@ def _quiet_workers() -> dict[str, str]:
     """
     told = (job_config().get("runtime_env") or {}).get("env_vars") or {}
     return {name: os.environ.get(name, value) for name, value in QUIET.items() if name not in told}
-
-
-def _is_for_users(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(TOKENS_ARE_USED)
 
 
 def end_workers() -> None:
@@ -209,8 +207,10 @@ def check_cluster(config: RunConfig) -> None:
         ConfigError: naming what is there.
     """
     import ray
+    from ray._private.state import state  # no public call gives what an autoscaler may add
 
-    resources, limits = ray.cluster_resources(), most_resources()
+    resources = ray.cluster_resources()
+    limits = state.get_max_resources_from_cluster_config() or {}
     workers = config.cluster.min_workers
     needed = {
         "CPU": float(workers + 1),
@@ -230,13 +230,6 @@ def check_cluster(config: RunConfig) -> None:
                 f"needs {', '.join(short)}. Set cluster.workers lower, or add nodes"
             ]
         )
-
-
-def most_resources() -> Mapping[str, float]:
-    """Return the resources that the cluster may grow to; empty without an autoscaler."""
-    from ray._private.state import state  # no public call gives what an autoscaler may add
-
-    return state.get_max_resources_from_cluster_config() or {}
 
 
 def gpus_here() -> int:

@@ -78,10 +78,6 @@ class Columns:
     def __getitem__(self, name: str) -> Array:
         return np.array(self._columns[name], np.float64)
 
-    def columns(self) -> dict[str, Array]:
-        """Return all columns, by name."""
-        return {name: self[name] for name in self._columns}
-
     def extend(self, data: bytes, start: int, storage: Storage) -> None:
         """Append the whole lines of `data`, which is at byte `start` of a run's metrics.jsonl.
 

@@ -69,20 +69,18 @@ class Journal:
         """How often workers were started, over all commands."""
         return sum(event["event"] == WORKERS for event in self.events)
 
-    def _attempt(self) -> int:
-        last = self._lines.steps.last
-        return last["attempt"] if last else 0
-
     @property
     def last(self) -> MetricsLine | None:
         """The last line of metrics.jsonl that was read; None if there was none."""
         return self._lines.steps.last
 
+    def _attempt(self) -> int:
+        return self.last["attempt"] if self.last else 0
+
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record the start of a command, and its end if the block raises."""
-        last = self._lines.steps.last
-        seen_until = last["time"] if last else None
+        seen_until = self.last["time"] if self.last else None
         self.add(
             STARTED,
             {
@@ -195,13 +193,14 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
     `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
     choices, left = config.cluster.choices, workers
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     names, prices = list[str](), list[float | None]()
     for choice, each in zip(choices, config.alternatives(), strict=False):
         one = named_instance(each)
         assert one is not None
         nodes = nodes_of(one, left) if left > 0 else 0
         nodes = min(list(places).count(choice.place), nodes) if len(choices) > 1 else nodes
-        prices += [price_of(each, one, _region())] * nodes
+        prices += [price_of(each, one, region or hardware.DEFAULT_REGION)] * nodes
         names += [str(each.cluster.instance) if len(choices) > 1 else one.name] if nodes else []
         left -= nodes * (one.gpus or workers)
     if left > 0:
@@ -212,11 +211,6 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
         "instance": ", ".join(names),
         "usd_per_hour": sum(known) if len(known) == len(prices) else None,
     }
-
-
-def _region() -> str:
-    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return named or hardware.DEFAULT_REGION
 
 
 def _by() -> EventFields:

@@ -58,11 +58,15 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
             id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
             charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
+    unit = runs[0].unit
+    each_s = f"{unit.many}/s"
+    throughput = _overlaid(runs, "throughput", "Throughput", unit.per_s, each_s, zero=True)
+    throughput.marks.extend(_planned(runs[0], unit.per_s) if alone else [])
     charts += [
         _overlaid(runs, "own-loss", f"train.loss, {losses}", "own_loss"),
         *(_overlaid(runs, f"figure-{name}", name, name) for name in own),
         *([_step_time(runs[0])] if alone else []),
-        _throughput(runs),
+        throughput,
         _memory(runs[0]) if alone else memory,
         _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
         _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
@@ -226,14 +230,6 @@ def _loss_note(run: ReportedRun) -> str:
     if skipped := int(np.nansum(run.columns["skipped"])):
         parts.append(f"{skipped:,} steps were skipped: the weights stayed as they were.")
     return " ".join(parts)
-
-
-def _throughput(runs: Sequence[ReportedRun]) -> Chart:
-    unit = runs[0].unit
-    chart = _overlaid(runs, "throughput", "Throughput", unit.per_s, f"{unit.many}/s", zero=True)
-    if len(runs) == 1:
-        chart.marks.extend(_planned(runs[0], unit.per_s))
-    return chart
 
 
 def _memory(run: ReportedRun) -> Chart:
