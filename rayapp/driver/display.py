@@ -63,7 +63,6 @@ class ProgressBar:
             self._progress.start()
 
     def update(self, line: MetricsLine) -> None:
-        """Show a line of metrics.jsonl."""
         step = line["step"]
         if step == self._shown:
             return
@@ -105,11 +104,9 @@ class ProgressBar:
             self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line that stays on the screen."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop the bar and leave its last state on the screen."""
         if self._progress is not None:
             self._progress.stop()
 

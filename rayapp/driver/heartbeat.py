@@ -172,7 +172,6 @@ class Heartbeat:
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _end_line(self) -> None:
-        """Take the redrawn line off the terminal."""
         if self._status is not None:
             status, self._status = self._status, None
             status.stop()

@@ -56,7 +56,6 @@ class Tail:
         self._lock = threading.Lock()
 
     def add(self, stream: str, text: str) -> None:
-        """Take text that was written to a stream."""
         with self._lock:
             *lines, rest = (self._open.get(stream, "") + text).split("\n")
             for line in lines:
@@ -72,12 +71,10 @@ class Tail:
             self._bytes -= len(self._lines.popleft().encode())
 
     def text(self) -> str:
-        """Return the lines."""
         with self._lock:
             return "".join(self._lines)
 
     def clear(self) -> None:
-        """Forget the lines."""
         with self._lock:
             self._lines.clear()
             self._bytes = 0
@@ -217,7 +214,6 @@ class Reserve:
         self.free()
 
     def free(self) -> None:
-        """Give the room back."""
         if self._path is not None:
             with explained("delete", self._path), suppress(FileNotFoundError):
                 os.unlink(self._path)

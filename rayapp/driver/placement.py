@@ -32,7 +32,6 @@ OF_TRIALS = (
 
 
 def needs(config: RunConfig) -> dict[str, float]:
-    """Return the Ray resources that one worker needs."""
     gpu = {"GPU": 1.0} if uses_gpus(config) else {}
     return {"CPU": 1.0, **gpu, **config.cluster.resources}
 

@@ -233,7 +233,6 @@ def check_cluster(config: RunConfig) -> None:
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()

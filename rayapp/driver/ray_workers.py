@@ -59,7 +59,6 @@ class RayWorkers:
         return placement.wait_for_room(self._config, note, check)
 
     def start(self, spec: AnySpec, workers: int) -> RayAttempt:
-        """Start a group of workers."""
         return RayAttempt(_trainer(spec, workers))
 
 
@@ -88,7 +87,6 @@ class RayAttempt:
         return summary
 
     def end(self) -> None:
-        """Kill the workers."""
         end_workers()
 
 

@@ -88,7 +88,6 @@ class Stop:
             return False
 
     def ask(self) -> None:
-        """Ask the run to stop, as a signal does."""
         self._signalled.set()
         # In a thread: the caller may be in the middle of a request to the same storage.
         threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()

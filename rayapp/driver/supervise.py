@@ -68,12 +68,10 @@ class Command:
 
     @cached_property
     def logs(self) -> AttemptLogs:
-        """The logs of this command's attempts."""
         return AttemptLogs(self.run, self.journal, self.tail, self.clock)
 
     @cached_property
     def reserve(self) -> Reserve:
-        """Room on the run's disk for the reason of a failure."""
         return Reserve(self.run)
 
     def check(self) -> None:
@@ -83,7 +81,6 @@ class Command:
         self.stop.check()
 
     def check_budget(self) -> None:
-        """Ask the run to stop if it has spent its budget."""
         if self.budget is not None:
             self.budget.check()
 

@@ -39,7 +39,6 @@ class Clock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
     def event(self) -> Flag:

@@ -51,7 +51,6 @@ class Columns:
 
     @classmethod
     def of(cls, lines: Iterable[MetricsLine], names: Sequence[str] = ACCOUNTED) -> Columns:
-        """Return the columns of given lines."""
         columns = cls(names)
         for line in lines:
             columns._add(line, 0)

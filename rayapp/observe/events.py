@@ -106,11 +106,9 @@ class Journal:
         return spent(list(self.events), self._lines.steps["time"], now)
 
     def waiting(self) -> None:
-        """Record that the command waits for room."""
         self.add(PHASE, {"phase": WAITING_FOR_ROOM})
 
     def attempt(self, config: RunConfig, workers: int) -> None:
-        """Record that an attempt begins with so many workers."""
         self.add(WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
 
     def saw(self, line: MetricsLine) -> None:
@@ -155,7 +153,6 @@ class Journal:
         return steps.last
 
     def interrupted(self, ending: Ending, workers: int) -> None:
-        """Record that an attempt has ended early."""
         last = self.catch_up()
         self.add(
             INTERRUPTED,

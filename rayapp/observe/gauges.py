@@ -105,7 +105,6 @@ class _Exported:
         self._metric(Histogram, name, {}, boundaries=list(bounds)).observe(value)
 
     def forget(self) -> None:
-        """Repeat no value that was set before."""
         self._values.clear()
 
     def close(self) -> None:
@@ -131,7 +130,6 @@ class Steps:
         self._exported.close()
 
     def step(self, line: MetricsLine) -> None:
-        """Export the figures of a step."""
         for field, key, value in figures_of(line):
             shown = FIELDS.get(field, OWN)
             if not self._first and shown.tag != RANK:

@@ -78,7 +78,6 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of each figure that a step has."""
     for field, key, value in figures_of(line):
         group = FIELDS.get(field, OWN).group
         if group:

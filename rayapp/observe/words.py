@@ -53,7 +53,6 @@ def formed(value: float | None, form: str, unit: str = "") -> str:
 
 
 def fixed(value: float | None, decimals: int) -> str:
-    """Format a number with so many decimals."""
     return formed(value, f",.{decimals}f")
 
 

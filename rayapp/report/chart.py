@@ -85,7 +85,6 @@ class Chart:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
         columns = (
             self.points[line.points][name] for line in self.lines for name in line.y.values()
         )

@@ -87,7 +87,6 @@ def _across(run: ReportedRun) -> dict[str, Array]:
 
 
 def _points(run: ReportedRun, columns: Mapping[str, Array], buckets: int = BUCKETS) -> Points:
-    """Return the points to draw of some columns."""
     kept = thin(list(columns.values()), buckets)
     return {name: plain(values[kept]) for name, values in {**_across(run), **columns}.items()}
 

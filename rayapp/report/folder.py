@@ -149,7 +149,6 @@ class ReportedRun:
         return float((values * self.busy_s)[known].sum()) / weight if weight > 0 else None
 
     def last(self, name: str) -> float | None:
-        """Return a field of the last step; None if it has none."""
         return _known(np.mean, self.columns[name][-1:])
 
     @property
@@ -171,7 +170,6 @@ class ReportedRun:
         return np.array([figure(line, name) for line in lines], np.float64)
 
     def held_last(self, name: str) -> float | None:
-        """Return a figure of the last evaluation."""
         return figure(self.held[-1], name) if self.held else None
 
 

@@ -94,12 +94,10 @@ def _save(page: bytes, out: str) -> str:
 
 
 def run_page(run: ReportedRun) -> bytes:
-    """Return the HTML page of one run."""
     return _page("run.html", [run])
 
 
 def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
-    """Return the HTML page of several runs."""
     return _page("runs.html", runs)
 
 
@@ -257,7 +255,6 @@ def _figure(chart: Chart, across: Any) -> Any:
 
 
 def _drawn(plot: Any, name: str, line: ChartLine) -> list[Any]:
-    """Draw a line; return what draws it."""
     from bokeh.models import ColumnDataSource
 
     if line.role == AREA:

@@ -329,7 +329,6 @@ def answers(held: Sequence[Evaluated]) -> list[list[str]]:
 
 
 def _prompts(held: Sequence[Evaluated]) -> list[str]:
-    """Return the prompts of all evaluations in order."""
     return list(
         dict.fromkeys(prompt for each in held for prompt, _ in each.get("eval_samples") or ())
     )
