@@ -344,8 +344,8 @@ DRIVER = (
     Mutation(
         "prices-of-a-list-unchecked",
         STOP,
-        'if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):',
-        'if config.run.max_usd is None or any(machines(one, 1)["usd_per_hour"] for one in each):',
+        'known = all(machines(one, 1)["usd_per_hour"] for one in each)',
+        'known = any(machines(one, 1)["usd_per_hour"] for one in each)',
         "tests/test_driver_stop_budget.py -k choice",
     ),
 )

@@ -30,7 +30,7 @@ from rayapp.driver.observe import Hooks, Observer, opened
 from rayapp.driver.output import captured
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
-from rayapp.driver.stop import Budget, Stop, StopAsked, short_wait, unknown_nodes, watching
+from rayapp.driver.stop import Budget, Stop, StopAsked, budget_problems, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
@@ -148,7 +148,7 @@ def _run(
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)
-            if wrong := unknown_nodes(ready.config, placement.places):
+            if wrong := budget_problems(ready.config, placement.places()):
                 raise ConfigError(wrong)
             ready = kind.settle(ready, gpus)
             same_run(run, ready.config)

@@ -21,18 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
+from rayapp.observe import words
 from rayapp.observe.figures import label, shown, text
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, PROFILES, REPORT
-from rayapp.observe.words import (
-    TASK_HEAD,
-    TASK_SHOWN,
-    clock,
-    task_answers,
-    task_rows,
-    verdicts,
-)
+from rayapp.observe.words import clock
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -139,15 +133,15 @@ def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in TASK_HEAD:
+    for head in words.TASK_HEAD:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
-    for row in task_rows(results):
+    for row in words.task_rows(results):
         table.add_row(*map(Text, row))
     console.print(table)
-    for _, _, answered in task_answers(results):
+    for _, _, answered in words.task_answers(results):
         for item in answered[:MOST_ITEMS]:
-            for what, said in zip(TASK_SHOWN, item, strict=True):
+            for what, said in zip(words.TASK_SHOWN, item, strict=True):
                 text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
@@ -164,7 +158,7 @@ def result(console: Console, result: RunResult) -> None:
         say(held_out(result))
     if result.get("tasks"):
         tasks(console, result["tasks"])
-    for line in verdicts(result):
+    for line in words.verdicts(result):
         say(line)
     for prompt, answer in result.get("samples", []):
         console.rule("sample", align="left", style="dim")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -193,26 +194,21 @@ class JobPage:
 
         self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
         self._ours = {NAME_KEY: name, RUN_KEY: run_url}
-        self._last_shown, self._shown_at = "", 0.0
-        self._failed = self._stopped = False
+        self._last_shown, self._next_at = "", 0.0
         self._ask_to_stop = ask_to_stop
 
     def tell(self, text: str) -> None:
         """Make a text the job's status message, at most every TELL_S seconds."""
         now = time.monotonic()
-        if (
-            self._failed
-            or text == self._last_shown
-            or (self._last_shown and now - self._shown_at < TELL_S)
-        ):
+        if text == self._last_shown or now < self._next_at:
             return
-        self._last_shown, self._shown_at = text, now
+        self._last_shown, self._next_at = text, now + TELL_S
         from ray.exceptions import RayError
 
         try:
             self._change(text)
         except (RayError, OSError, RuntimeError, ValueError, TypeError) as error:
-            self._failed = True
+            self._next_at = math.inf
             logger.warning("Ray's Jobs page does not show how far the run is: %s", error)
 
     def _change(self, text: str) -> None:
@@ -221,8 +217,8 @@ class JobPage:
 
         stored = _internal_kv_get(self._key, namespace=KV_NAMESPACE_JOB)
         record: dict[str, Any] = json.loads(stored or b"{}")
-        if record.get("status") == "STOPPED" and not self._stopped:
-            self._stopped = True
+        if record.get("status") == "STOPPED":
+            self._next_at = math.inf
             logger.warning("Ray has stopped this job, but not its command: it saves and leaves")
             self._ask_to_stop()
         if record.get("status") != "RUNNING":

@@ -130,6 +130,7 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
     """
     least, most = config.cluster.min_workers, config.cluster.max_workers
     seen, since, noted = -1, time.monotonic(), -math.inf
+    wanted = f"{'at least ' * is_elastic(config)}{least} worker{'s' * (least > 1)}"
     with ExitStack() as stack:
         placed: Callable[[], bool] | None = None
         while True:
@@ -145,15 +146,9 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
                     return least
                 if now - noted >= NOTE_EVERY_S:
                     noted = now
-                    note(f"{seen} of {_wanted(config)} fit; {taken()}")
+                    note(f"{seen} of {wanted} fit; {taken()}")
             check()
             time.sleep(POLL_S)
-
-
-def _wanted(config: RunConfig) -> str:
-    least = config.cluster.min_workers
-    workers = "worker" if least == 1 else "workers"
-    return f"at least {least} {workers}" if is_elastic(config) else f"{least} {workers}"
 
 
 @contextmanager

@@ -180,35 +180,25 @@ class Budget:
         return None
 
 
-def budget_problems(config: RunConfig) -> list[str]:
-    """Return why the cost of a run with `run.max_usd` would not be known."""
-    each = config.alternatives()
-    if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):
-        return []
-    what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
-    if len(each) > 1:
-        what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
-    return [
-        f"run.max_usd={config.run.max_usd:g} is impossible: the price of the machines is not "
-        f"known. {what}"
-    ]
+def budget_problems(config: RunConfig, places: Sequence[Place] | None = None) -> list[str]:
+    """Return why the cost of a run with `run.max_usd` would not be known.
 
-
-def unknown_nodes(config: RunConfig, places: Callable[[], Sequence[Place]]) -> list[str]:
-    """Return why the cost is not known on a cluster with nodes of these places.
-
-    They are asked for only where cluster.instance is a list and the run has a budget.
+    `places` are those of a running cluster's nodes, which count where cluster.instance is a list.
     """
-    least = config.cluster.min_workers
-    if config.run.max_usd is None or len(config.cluster.choices) < 2:
+    each, least = config.alternatives(), config.cluster.min_workers
+    if config.run.max_usd is None or (places is not None and len(config.cluster.choices) < 2):
         return []
-    if machines(config, least, places())["usd_per_hour"] is not None:
-        return []
-    return [
-        f"run.max_usd={config.run.max_usd:g} is impossible: no nodes for {least} workers say which "
-        "of cluster.instance they are. Set the one that they are, or render the cluster from this "
-        "config"
-    ]
+    if places is not None:
+        why = f"no nodes for {least} workers say which of cluster.instance they are"
+        what = "Set the one that they are, or render the cluster from this config"
+        known = machines(config, least, places)["usd_per_hour"] is not None
+    else:
+        why = "the price of the machines is not known"
+        what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+        if len(each) > 1:
+            what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
+        known = all(machines(one, 1)["usd_per_hour"] for one in each)
+    return [] if known else [f"run.max_usd={config.run.max_usd:g} is impossible: {why}. {what}"]
 
 
 def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:
