@@ -330,8 +330,8 @@ DRIVER = (
     Mutation(
         "first-failure-untold",
         RECOVERY,
-        "if ending.kind == FAILURE and self._first is None:",
-        "if ending.kind == FAILURE:",
+        "if ending.kind == attempts.FAILURE and self._first is None:",
+        "if ending.kind == attempts.FAILURE:",
         OF_RECOVERY,
     ),
     Mutation(

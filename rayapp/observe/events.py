@@ -25,19 +25,10 @@ import numpy as np
 
 from rayapp import hardware
 from rayapp.config import Place, RunConfig
+from rayapp.observe import goodput
 from rayapp.observe.activity import WAITING_FOR_ROOM, Activity
 from rayapp.observe.attempts import Ending
 from rayapp.observe.columns import Follower
-from rayapp.observe.goodput import (
-    ENDED,
-    INTERRUPTED,
-    PHASE,
-    RESUMED,
-    STARTED,
-    WORKERS,
-    read_events,
-    spent,
-)
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import redacted
 from rayapp.observe.records import Event, EventFields
@@ -56,7 +47,7 @@ class Journal:
 
     def __init__(self, run: Storage, nodes: Callable[[], list[Place]] = list) -> None:
         """`nodes` returns the place of each node that is up and says what it is."""
-        self.run, self.events, self._nodes = run, read_events(run), nodes
+        self.run, self.events, self._nodes = run, goodput.read_events(run), nodes
         self._lines = Follower(run, ("step", "attempt", "step_s", "time"))
         self._lines.poll()
         self._followed = self._attempt()
@@ -67,7 +58,7 @@ class Journal:
     @property
     def attempts(self) -> int:
         """How often workers were started, over all commands."""
-        return sum(event["event"] == WORKERS for event in self.events)
+        return sum(event["event"] == goodput.WORKERS for event in self.events)
 
     @property
     def last(self) -> MetricsLine | None:
@@ -82,7 +73,7 @@ class Journal:
         """Record the start of a command, and its end if the block raises."""
         seen_until = self.last["time"] if self.last else None
         self.add(
-            STARTED,
+            goodput.STARTED,
             {
                 "host": socket.gethostname(),
                 "submission_id": submission_id(),
@@ -97,19 +88,19 @@ class Journal:
             yield
         except BaseException as error:
             reason = str(error) or type(error).__name__
-            self.add(ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
+            self.add(goodput.ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
             raise
 
     def spent(self, now: float) -> tuple[float, float | None]:
         """Return the seconds and USD of all commands up to `now`; USD is None if a price is not
         known."""
-        return spent(list(self.events), self._lines.steps["time"], now)
+        return goodput.spent(list(self.events), self._lines.steps["time"], now)
 
     def waiting(self) -> None:
-        self.add(PHASE, {"phase": WAITING_FOR_ROOM})
+        self.add(goodput.PHASE, {"phase": WAITING_FOR_ROOM})
 
     def attempt(self, config: RunConfig, workers: int) -> None:
-        self.add(WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
+        self.add(goodput.WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
 
     def saw(self, line: MetricsLine) -> None:
         """Take the last line of metrics.jsonl; record an event if it is the first of an attempt."""
@@ -139,7 +130,7 @@ class Journal:
             first = int(np.argmax(steps["attempt"] > self._followed))
             self._followed = self._attempt()
             self.add(
-                RESUMED,
+                goodput.RESUMED,
                 {
                     "attempt": int(steps["attempt"][first]),
                     "step": int(steps["step"][first]) - 1,
@@ -155,7 +146,7 @@ class Journal:
     def interrupted(self, ending: Ending, workers: int) -> None:
         last = self.catch_up()
         self.add(
-            INTERRUPTED,
+            goodput.INTERRUPTED,
             {
                 "kind": ending.kind,
                 "reason": ending.reason,
@@ -168,14 +159,14 @@ class Journal:
     def ended(self, status: str, seconds: dict[str, float], reason: str | None = None) -> None:
         """Record that the command ends, with the seconds of its last phases."""
         self.catch_up()
-        self.add(ENDED, {"status": status, "reason": reason, "seconds": seconds})
+        self.add(goodput.ENDED, {"status": status, "reason": reason, "seconds": seconds})
 
     def add(self, event: str, facts: EventFields, at: float | None = None) -> None:
         """Append an event; if it cannot be stored, it is stored with the next one."""
         added: Event = {"event": event, "time": at or time.time(), **facts}
         passed = [self.passed.popleft() for _ in range(len(self.passed))]
-        phases = [Event(event=PHASE, time=each.began, phase=each.phase) for each in passed]
-        self.events += [added, *phases] if event == STARTED else [*phases, added]
+        phases = [Event(event=goodput.PHASE, time=each.began, phase=each.phase) for each in passed]
+        self.events += [added, *phases] if event == goodput.STARTED else [*phases, added]
         text = "".join(redacted(json.dumps(each)) + "\n" for each in self.events)
         try:
             self.run.write(EVENTS, text.encode())

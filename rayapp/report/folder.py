@@ -14,8 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.config.text import flatten
-from rayapp.data.report import Counts, DataReport
+from rayapp.data.report import DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
@@ -33,11 +32,8 @@ NAMES = tuple(
     if name not in TEXTS and shown.tag in ("", "rank")  # not of several figures
 )
 # What a page shows of the data.
-OF_IMAGES = ("images.train", "images.eval", "class_counts", "classes", "bytes", "duplicates")
-OF_TEXT = (
-    *(f"{split}.{name}" for split in ("train", "eval") for name in Counts.__annotations__),
-    *("fill", "loss_share", "duplicates", "bad"),
-)
+OF_IMAGES = ("images", "class_counts", "classes", "bytes", "duplicates")
+OF_TEXT = ("train", "eval", "fill", "loss_share", "duplicates", "bad")
 BY_SOURCE = ("tokens_by_source", "loss_by_source")
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
@@ -248,8 +244,7 @@ def _plan(storage: Storage) -> Plan:
     plan = statuses.read_plan(storage)
     data = plan.get("data") or DataReport()
     for part in (data, *data.get("sources", {}).values()) if data else ():
-        names = flatten(dict(part)).keys()
         for wanted in OF_IMAGES if "images" in data else OF_TEXT:
-            if not any(f"{name}.".startswith(f"{wanted}.") for name in names):
+            if wanted not in part:
                 raise DamagedFile(f"{storage.url}/{PLAN}", f"its data is without {wanted}")
     return plan

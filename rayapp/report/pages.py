@@ -25,7 +25,7 @@ from markupsafe import Markup
 from rayapp.config import ConfigError
 from rayapp.observe import words
 from rayapp.observe.plain import redacted
-from rayapp.observe.run_folder import METRICS, REPORT, DamagedFile
+from rayapp.observe.run_folder import REPORT, DamagedFile
 from rayapp.report import comparison, tables, timeline
 from rayapp.report.chart import AREA, BUCKETS, DOTS, FAINT, Chart, ChartLine
 from rayapp.report.charts import charts_of
@@ -125,23 +125,13 @@ def _page(name: str, runs: Sequence[ReportedRun]) -> bytes:
         style=_text(PAGE / STYLE, "</style"),
         scripts=scripts,
         policy=_policy(scripts),
-        thinned=_thinned(runs),
+        most_steps=max(run.num_lines for run in runs),
+        buckets=BUCKETS,
         version=version("rayapp"),
         bokeh=bokeh.__version__,
         written=words.moment(time.time()),
     )
     return page.encode(errors="replace")
-
-
-def _thinned(runs: Sequence[ReportedRun]) -> str:
-    """Say how many steps the curves leave out; empty if they show all."""
-    most = max(run.num_lines for run in runs)
-    if most <= 2 * BUCKETS:
-        return ""
-    return (
-        f"Of {most:,} steps the curves show the lowest and the highest of every "
-        f"{-(-most // BUCKETS):,}; all of them are in {METRICS}."
-    )
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -216,7 +216,7 @@ def data_facts(run: ReportedRun) -> list[Tile]:
         counts, every = data["images"], list(data["class_counts"].values()) or [0]
         each = f"{min(every):,} to {max(every):,} images each"
         return [
-            Tile("Images", amount(counts["train"]), f"{counts['eval']:,} held out"),
+            Tile("Images", amount(counts.get("train")), f"{counts.get('eval', 0):,} held out"),
             Tile("Classes", f"{data['classes']:,}", each),
             Tile("Bytes", amount(data["bytes"]), "of all images"),
             epochs,
