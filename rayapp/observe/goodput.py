@@ -41,15 +41,16 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     ENDED: ("status", "reason", "seconds"),
 }
 
-START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"  # kinds of a TimeSpan
-IDLE = (START, "waiting", RECOVERY, "lost_work")  # causes of time outside of kept steps
+# Kinds of a TimeSpan.
+START, WAITING, TRAIN, RECOVERY, END = "start", "waiting", "train", "recovery", "end"
+IDLE = (START, WAITING, RECOVERY, "lost_work")  # causes of time outside of kept steps
 
 
 class TimeSpan(NamedTuple):
     """A time in which a command did one kind of thing, in Unix seconds."""
 
     kind: str
-    """START, TRAIN, RECOVERY or END."""
+    """START, WAITING (for room), TRAIN, RECOVERY or END."""
     start: float
     end: float
     workers: int
@@ -231,6 +232,7 @@ def spans(command: list[Event], until: float, times: Array) -> list[TimeSpan]:
     """
     found: list[TimeSpan] = []
     kind, since, workers = START, command[0]["time"], 0
+    before = START  # what a wait interrupts; it ends with the next event that is no phase
 
     def begin(following: str, at: float) -> None:
         nonlocal kind, since
@@ -239,7 +241,12 @@ def spans(command: list[Event], until: float, times: Array) -> list[TimeSpan]:
         kind, since = following, max(since, at)
 
     for event in command:
-        if event["event"] == WORKERS:
+        if kind == WAITING and event["event"] != PHASE:
+            begin(before, event["time"])
+        if event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and kind != WAITING:
+            before = kind
+            begin(WAITING, event["time"])
+        elif event["event"] == WORKERS:
             workers = event.get("workers", 0)
         elif event["event"] == RESUMED:
             begin(TRAIN, event["time"] - event["first_step_s"])
@@ -256,12 +263,10 @@ def spans(command: list[Event], until: float, times: Array) -> list[TimeSpan]:
 
 def _idle_s(command: list[Event], until: float, times: Array) -> dict[str, float]:
     """Return the seconds, by cause, that no kept step of a command accounts for."""
-    waits = _waits(command, until)
-    seconds = dict.fromkeys(IDLE, 0.0) | {"waiting": sum(end - began for began, end in waits)}
+    seconds = dict.fromkeys(IDLE, 0.0)
     for kind, start, end, _ in spans(command, until, times):
         if kind in IDLE:
-            waited_s = sum(max(0.0, min(end, e) - max(start, b)) for b, e in waits)
-            seconds[kind] += end - start - waited_s
+            seconds[kind] += end - start
     for event in command:
         if event["event"] == RESUMED:
             seconds["lost_work"] += event["lost_s"]
@@ -270,19 +275,6 @@ def _idle_s(command: list[Event], until: float, times: Array) -> dict[str, float
             seconds["evaluation"] = known.get("evaluation", 0.0)
             seconds["export"] = known.get("export", 0.0) + known.get("sample", 0.0)
     return seconds
-
-
-def _waits(command: list[Event], until: float) -> list[tuple[float, float]]:
-    """Return the (start, end) of each wait for room in Unix seconds, up to `until`."""
-    spans = []
-    began: float | None = None
-    for event in command:
-        if event["event"] != PHASE and began is not None:
-            spans.append((began, max(began, min(event["time"], until))))
-            began = None
-        elif event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and began is None:
-            began = event["time"]
-    return spans if began is None else [*spans, (began, max(began, until))]
 
 
 def _cost_usd(command: list[Event], until: float) -> float | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
-from rayapp.observe.goodput import END, PHASE, RECOVERY, START, TRAIN, with_ends
+from rayapp.observe.goodput import END, PHASE, RECOVERY, START, TRAIN, WAITING, with_ends
 from rayapp.observe.goodput import spans as spans_of
 from rayapp.observe.records import band_of
 from rayapp.observe.run_folder import DONE
@@ -20,6 +20,7 @@ from rayapp.report.tables import TableBar
 
 KINDS = {
     START: "start: cluster, data, model",
+    WAITING: "waiting for room",
     TRAIN: "training",
     RECOVERY: "recovery",
     END: "evaluation, samples, export",
