@@ -104,11 +104,11 @@ def test_the_price_of_each_choice_is_needed(tmp_path: Path) -> None:
     (problem,) = budget_problems(config(spot, max_usd=5))
     assert "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5" in problem
     assert budget_problems(config(priced, max_usd=5)) == budget_problems(config(spot)) == []
-    (problem,) = budget_problems(config(priced, max_usd=5), [])
+    (problem,) = budget_problems(config(priced, max_usd=5), list)
     assert "no nodes for 2 workers say which of cluster.instance they are" in problem
-    assert budget_problems(config(priced, max_usd=5), [("p4d.24xlarge", "spot")]) == []
-    assert budget_problems(config(priced), []) == []
-    assert budget_problems(config("g5.12xlarge", max_usd=5), []) == []
+    assert budget_problems(config(priced, max_usd=5), lambda: [("p4d.24xlarge", "spot")]) == []
+    assert budget_problems(config(priced), list) == []
+    assert budget_problems(config("g5.12xlarge", max_usd=5), list) == []
 
 
 def test_a_cost_that_was_never_known_is_refused(run: Storage) -> None:

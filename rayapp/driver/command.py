@@ -148,7 +148,7 @@ def _run(
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)
-            if wrong := budget_problems(ready.config, placement.places()):
+            if wrong := budget_problems(ready.config, placement.places):
                 raise ConfigError(wrong)
             ready = kind.settle(ready, gpus)
             same_run(run, ready.config)

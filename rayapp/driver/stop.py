@@ -180,10 +180,12 @@ class Budget:
         return None
 
 
-def budget_problems(config: RunConfig, places: Sequence[Place] | None = None) -> list[str]:
+def budget_problems(
+    config: RunConfig, places: Callable[[], Sequence[Place]] | None = None
+) -> list[str]:
     """Return why the cost of a run with `run.max_usd` would not be known.
 
-    `places` are those of a running cluster's nodes, which count where cluster.instance is a list.
+    `places` returns those of a running cluster's nodes, for a list in cluster.instance.
     """
     each, least = config.alternatives(), config.cluster.min_workers
     if config.run.max_usd is None or (places is not None and len(config.cluster.choices) < 2):
@@ -191,7 +193,7 @@ def budget_problems(config: RunConfig, places: Sequence[Place] | None = None) ->
     if places is not None:
         why = f"no nodes for {least} workers say which of cluster.instance they are"
         what = "Set the one that they are, or render the cluster from this config"
-        known = machines(config, least, places)["usd_per_hour"] is not None
+        known = machines(config, least, places())["usd_per_hour"] is not None
     else:
         why = "the price of the machines is not known"
         what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
