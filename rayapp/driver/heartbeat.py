@@ -40,7 +40,7 @@ from rayapp.observe.activity import (
     of_workers,
 )
 from rayapp.observe.events import submission_id
-from rayapp.observe.gauges import PhaseGauge
+from rayapp.observe.gauges import Exported
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
 from rayapp.storage import Storage
@@ -68,7 +68,7 @@ class Heartbeat:
         self._run: Storage | None = None
         self._of_workers: Activity | None = None
         self._read_at = 0.0
-        self._gauge: PhaseGauge | None = None
+        self._gauge: Exported | None = None
         self._page: JobPage | None = None
         self._status: Status | None = None
         self._closed = threading.Event()
@@ -93,7 +93,7 @@ class Heartbeat:
         The connected Ray exports it, and shows it on its Jobs page if this is a job. `ask_to_stop`
         is called if Ray takes that job for stopped.
         """
-        gauge, job = PhaseGauge(name), submission_id()
+        gauge, job = Exported(name), submission_id()
         self._page = None if job is None else JobPage(job, name, run.url, ask_to_stop)
         self._gauge, self._run = gauge, run
         try:
@@ -142,7 +142,7 @@ class Heartbeat:
         while not self._closed.wait(POLL_S):
             activity, now = self._activity(), time.time()
             if (gauge := self._gauge) is not None:
-                gauge.set(activity.phase, now - activity.began)
+                gauge.set_alone({"phase_s": now - activity.began}, phase=activity.phase)
             if (page := self._page) is not None and activity.phase:
                 training = activity.phase == TRAINING and activity.detail
                 page.tell(training or activity.text(now))  # a row of the page has room for little

@@ -56,11 +56,27 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
     """
     import ray
 
-    if ray.is_initialized():
-        check_cluster(config)
+    ours = not ray.is_initialized()
+    if ours:
+        _init(config, address)
+    try:
+        if not ours or address != "local":
+            check_cluster(config)
         with _address_is_known():
             yield
-        return
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _init(config: RunConfig, address: str) -> None:
+    """Call ray.init, again while a local start times out.
+
+    Raises:
+        RunFailed: Ray does not start on this machine.
+    """
+    import ray
+
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address == "local":
         cores = os.cpu_count() or 1
@@ -69,24 +85,6 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
             options["object_store_memory"] = OBJECT_STORE_BYTES
     else:
         options["runtime_env"] = {"env_vars": _quiet_workers()}
-    _init(address, **options)
-    try:
-        if address != "local":
-            check_cluster(config)
-        with _address_is_known():
-            yield
-    finally:
-        ray.shutdown()
-
-
-def _init(address: str, **options: Any) -> None:
-    """Call ray.init, again while a local start times out.
-
-    Raises:
-        RunFailed: Ray does not start on this machine.
-    """
-    import ray
-
     logging.getLogger(TOKENS_LOGGER).addFilter(
         lambda record: not record.getMessage().startswith(TOKENS_ARE_USED)
     )

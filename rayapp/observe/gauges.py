@@ -64,7 +64,7 @@ TEXTS = {
 }
 
 
-class _Exported:
+class Exported:
     """Gauges and counters of one run, made at their first value; a thread repeats the gauges."""
 
     def __init__(self, run: str) -> None:
@@ -104,8 +104,10 @@ class _Exported:
 
         self._metric(Histogram, name, {}, boundaries=list(bounds)).observe(value)
 
-    def forget(self) -> None:
+    def set_alone(self, values: Mapping[str, float | None], **tags: str) -> None:
+        """Set gauges, and repeat no others; Ray drops those within 20 s."""
         self._values.clear()
+        self.set(values, **tags)
 
     def close(self) -> None:
         """Stop repeating the values; Ray drops the gauges within 20 s."""
@@ -121,7 +123,7 @@ class Steps:
     """Export the metrics of each step; every rank has one."""
 
     def __init__(self, run: str, rank: int) -> None:
-        self._first, self._rank, self._exported = rank == 0, str(rank), _Exported(run)
+        self._first, self._rank, self._exported = rank == 0, str(rank), Exported(run)
 
     def __enter__(self) -> Steps:
         return self
@@ -160,7 +162,7 @@ class Driver:
     """Export what only the driver knows, which outlives the workers."""
 
     def __init__(self, run: str, num_steps: int, started: float) -> None:
-        self._gauges = _Exported(run)
+        self._gauges = Exported(run)
         self._num_steps, self._started = num_steps, started
         self.close = self._gauges.close
 
@@ -198,26 +200,13 @@ class Driver:
             self._gauges.set({"interruptions": kinds.count(kind)}, kind=kind)
 
 
-class PhaseGauge:
-    """Export what the run does, and for how long; the driver has it from its start to its end."""
-
-    def __init__(self, run: str) -> None:
-        self._gauges = _Exported(run)
-        self.close = self._gauges.close
-
-    def set(self, phase: str, seconds: float) -> None:
-        """Export the present phase alone; Ray drops that of an earlier one within 20 s."""
-        self._gauges.forget()
-        self._gauges.set({"phase_s": seconds}, phase=phase)
-
-
 def tell_end(run: str, status: str) -> None:
     """Export whether a run failed.
 
     Ray shows the value for 20 s, even if the process ends at once, which is longer than the
     interval of scrapes. A driver that is killed exports no end.
     """
-    gauges = _Exported(run)
+    gauges = Exported(run)
     gauges.set({"failed": float(status == FAILED)})
     gauges.close()
 
