@@ -208,8 +208,8 @@ def test_a_slow_hook_leaves_lines_where_they_are(
     with observe.Observer(spec, folder.run, hooks) as observer:
         wait_until(lambda: observer._told is not None)
         folder.train(9)
-        wait_until(lambda: hooks.num_waiting >= 2)
-        assert hooks.num_waiting <= 3
+        wait_until(lambda: hooks.calls.qsize() >= 2)
+        assert hooks.calls.qsize() <= 3
         go_on.set()
     hooks.end({"status": "done"})
     assert [line["step"] for line in steps] == list(range(1, 10))

@@ -108,7 +108,7 @@ class ProgressBar:
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
     names = ("loss_per_byte", *own_figures(line), unit_of(line).per_s, "eval_loss", "eval_top1")
-    return _with_metrics(line, ("loss", *_known(line, names)), "  ")
+    return "  ".join([shown(line, "loss"), *_known(line, names)])
 
 
 def held_out(held: HeldOut) -> str:
@@ -117,17 +117,14 @@ def held_out(held: HeldOut) -> str:
     >>> held_out({"eval_loss": 1.5, "eval_top1": 0.9675, "eval_metrics": {"f1": 0.25}})
     'held-out loss 1.5000, top-1 96.8 %, f1 0.25'
     """
-    return _with_metrics(held, _known(held, HELD_OUT), ", ")
+    return ", ".join(_known(held, HELD_OUT))
 
 
-def _known(held: HeldOut, names: Sequence[str]) -> Sequence[str]:
-    return [name for name in names if figure(held, name) is not None]
-
-
-def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
-    """Format figures, and those of eval.metrics."""
+def _known(held: HeldOut, names: Sequence[str]) -> list[str]:
+    """Return the figures that are known, and those of eval.metrics."""
     own = held.get("eval_metrics") or {}
-    return between.join([shown(held, *names, between=between), *(shown(own, name) for name in own)])
+    known = [shown(held, name) for name in names if figure(held, name) is not None]
+    return [*known, *(shown(own, name) for name in own)]
 
 
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:

@@ -218,7 +218,7 @@ class Observer:
         the workers have done no step yet: the lines are of earlier commands.
         """
         self._told = count if self._told is None else min(self._told, kept)
-        while self._told < count and (last or self._hooks.num_waiting < PART):
+        while self._told < count and (last or self._hooks.calls.qsize() < PART):
             stop = min(count, self._told + PART)
             for line in self._lines.lines(self._told, stop):
                 self._hooks.call("on_step", line)
@@ -274,7 +274,7 @@ class Hooks:
 
     def __init__(self, hooks: Sequence[object]) -> None:
         self._hooks, self._ended = hooks, not hooks
-        self._calls = SimpleQueue[tuple[Any, ...] | None]()
+        self.calls = SimpleQueue[tuple[Any, ...] | None]()
         self._thread = threading.Thread(target=self._work, name="hooks", daemon=True)
         if hooks:
             self._thread.start()
@@ -282,12 +282,7 @@ class Hooks:
     def call(self, method: str, *values: object) -> None:
         """Have one of HOOK_METHODS of each hook called."""
         if not self._ended:
-            self._calls.put((method, *values))
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of calls that are not begun."""
-        return self._calls.qsize()
+            self.calls.put((method, *values))
 
     def end(self, result: Mapping[str, Any]) -> None:
         """Tell the result after all else, and wait for that up to HOOKS_CLOSE_S."""
@@ -295,13 +290,13 @@ class Hooks:
             return
         self.call("on_end", result)
         self._ended = True
-        self._calls.put(None)
+        self.calls.put(None)
         self._thread.join(HOOKS_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("hooks have not ended within %.0f s, and are left", HOOKS_CLOSE_S)
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while (call := self.calls.get()) is not None:
             self._call(*call)
 
     def _call(self, method: str, *values: object) -> None:

@@ -16,8 +16,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import IO, Any, cast
 
 from rayapp.jobs.package import LOOKS_SECRET
 from rayapp.observe import attempts
@@ -106,19 +106,11 @@ def captured() -> Iterator[Tail]:
     and logging look them up when they write.
     """
     tail = Tail()
-    tees = {
-        name: Tee(stream, name, tail)
-        for name in ("stdout", "stderr")
-        if (stream := getattr(sys, name)) is not None
-    }
-    for name, tee in tees.items():
-        setattr(sys, name, tee)
-    try:
+    with ExitStack() as stack:
+        for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
+            if (stream := getattr(sys, name)) is not None:
+                stack.enter_context(redirect(cast(IO[str], Tee(stream, name, tail))))
         yield tail
-    finally:
-        for name, tee in tees.items():
-            if getattr(sys, name) is tee:
-                setattr(sys, name, tee.stream)
 
 
 class AttemptLogs:

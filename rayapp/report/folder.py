@@ -93,8 +93,12 @@ class ReportedRun:
     @property
     def started(self) -> EventFields:
         """The newest event of a start with its command; empty if there is none."""
-        starts = (e for e in reversed(self.events) if e["event"] == STARTED and e.get("command"))
-        return next(starts, cast(EventFields, {}))
+        return self.newest(STARTED, "command")
+
+    def newest(self, event: str, field: str) -> EventFields:
+        """The newest of such events that has this field; empty if there is none."""
+        every = (e for e in reversed(self.events) if e["event"] == event)
+        return next((e for e in every if cast(Any, e).get(field)), cast(EventFields, {}))
 
     @cached_property
     def pauses(self) -> list[tuple[float, float]]:

@@ -127,13 +127,7 @@ def _instance(run: ReportedRun) -> str | None:
     named = run.config.get("cluster", {}).get("instance")
     if isinstance(named, str):
         return named
-    return _workers(run).get("instance") or (", ".join(named) if named else None)
-
-
-def _workers(run: ReportedRun) -> EventFields:
-    """Return the newest event of workers that were started; empty if there is none."""
-    every = (event for event in reversed(run.events) if event["event"] == WORKERS)
-    return next(every, cast(EventFields, {}))
+    return run.newest(WORKERS, "event").get("instance") or (", ".join(named) if named else None)
 
 
 def environment(run: ReportedRun) -> list[tuple[str, str]]:
@@ -145,7 +139,7 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
         ("folder", run.url),
         *run.versions.items(),
         ("instance", _instance(run) or UNKNOWN),
-        ("nodes", words.number(_workers(run).get("nodes"), 12)),
+        ("nodes", words.number(run.newest(WORKERS, "event").get("nodes"), 12)),
         ("workers", text("workers", run.last("workers"))),
         ("attempts", words.number(run.last("attempt"), 12)),
         ("price", UNKNOWN if rate is None else f"{words.dollars(rate)} per hour"),
