@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -180,6 +180,9 @@ def _sum(values: Array) -> float:
     return math.fsum(np.nan_to_num(values))
 
 
+INTERRUPTION = ("time", "kind", "reason", "step", "workers")  # fields of its event
+
+
 def interruptions(events: Sequence[Event]) -> list[Interruption]:
     """Return each interruption with the steps that it lost and the seconds to the next step done.
 
@@ -191,17 +194,10 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
             if event["event"] != INTERRUPTED:
                 continue
             later = [other for other in command[index:] if other["event"] == RESUMED]
-            stalls.append(
-                Interruption(
-                    time=event["time"],
-                    kind=event["kind"],
-                    reason=event["reason"],
-                    step=event["step"],
-                    workers=event["workers"],
-                    lost_steps=event["step"] - later[0]["step"] if later else None,
-                    to_first_step_s=later[0]["time"] - event["time"] if later else None,
-                )
-            )
+            told: Any = {name: value for name, value in event.items() if name in INTERRUPTION}
+            told["lost_steps"] = event["step"] - later[0]["step"] if later else None
+            told["to_first_step_s"] = later[0]["time"] - event["time"] if later else None
+            stalls.append(cast(Interruption, told))
     return stalls
 
 

@@ -10,7 +10,7 @@ notebook and a model card.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -249,11 +249,27 @@ def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
         y = HEIGHT - BOTTOM - (values - low) * (HEIGHT - TOP - BOTTOM) / ((high - low) or 1.0)
         return list(zip(x.tolist(), y.tolist(), strict=True))
 
-    parts = [
-        _curve(name, *known[name], color, placed)
-        for name, color in zip(series, COLORS, strict=False)
-        if name in known
-    ]
+    def line(places: list[tuple[float, float]], color: str, opacity: float) -> str:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        style = f'fill="none" stroke="{color}" stroke-width="1.5" opacity="{opacity}"'
+        return f'<polyline {style} points="{points}"/>'
+
+    parts = []
+    for name, color in zip(series, COLORS, strict=False):
+        if name not in known:
+            continue
+        steps, values = known[name]
+        kept = thin([values], SVG_BUCKETS)
+        parts.append(line(placed(steps[kept], values[kept]), color, 0.3))
+        steps, values = means({"y": values}, {"x": steps}, SVG_BUCKETS).values()
+        places = placed(steps, values := smooth(values))
+        parts.append(line(places, color, 1.0))
+        shown = evenly(list(zip(steps, values, places, strict=True)), DOTS_SHOWN)
+        parts += (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}">'
+            f"<title>step {step:,.0f}: {escape(name)} {value:.5g}</title></circle>"
+            for step, value, (x, y) in shown
+        )
     texts = (
         (4, 13, "start", label),
         (LEFT - 4, TOP + 4, "end", words.amount(high)),
@@ -271,30 +287,3 @@ def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
         f'font-family="sans-serif" aria-label="{escape(label)} from {low:.4g} to {high:.4g}">'
         f'<path d="{edge}" fill="none" stroke="currentColor" opacity=".4"/>{"".join(parts)}</svg>'
     )
-
-
-def _curve(
-    name: str,
-    steps: Array,
-    values: Array,
-    color: str,
-    placed: Callable[[Array, Array], list[tuple[float, float]]],
-) -> str:
-    """Return one curve: its means, its extremes faintly below, and dots that tell some values."""
-
-    def line(places: list[tuple[float, float]], opacity: float) -> str:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        style = f'fill="none" stroke="{color}" stroke-width="1.5" opacity="{opacity}"'
-        return f'<polyline {style} points="{points}"/>'
-
-    kept = thin([values], SVG_BUCKETS)
-    below = line(placed(steps[kept], values[kept]), 0.3)
-    steps, values = means({"y": values}, {"x": steps}, SVG_BUCKETS).values()
-    values = smooth(values)
-    places = placed(steps, values)
-    dots = (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}">'
-        f"<title>step {step:,.0f}: {escape(name)} {value:.5g}</title></circle>"
-        for step, value, (x, y) in evenly(list(zip(steps, values, places, strict=True)), DOTS_SHOWN)
-    )
-    return below + line(places, 1.0) + "".join(dots)

@@ -185,7 +185,7 @@ def _held(
     every, lines, alone, own = {}, [], len(runs) == 1, "value" in columns
     for at in places:
         run = runs[at]
-        values = {name: run.held_values(columns[name] if own else name, own) for name in columns}
+        values = {name: run.held_values(columns[name] if own else name) for name in columns}
         every[f"{at}"] = _held_points(run, values)
         for number, (name, what) in enumerate(columns.items()):
             parts = [*([] if alone else [run.name]), *([] if own else [what])]

@@ -19,7 +19,7 @@ from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import STARTED, Account, read_events, with_ends
-from rayapp.observe.metrics import FIELDS, figure, last, own_figures
+from rayapp.observe.metrics import FIELDS, figure, held_out_figure, last, own_figures
 from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections
 from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
 from rayapp.report.chart import window_of
@@ -164,10 +164,9 @@ class ReportedRun:
         """Return a field's highest value; None if no step has it."""
         return _known(np.max, self.columns[name])
 
-    def held_values(self, name: str, own: bool = False) -> Array:
-        """Return a figure of all evaluations, with `own` one of eval.metrics; NaN: not known."""
-        lines = ((line.get("eval_metrics") or {}) if own else line for line in self.held)
-        return np.array([figure(line, name) for line in lines], np.float64)
+    def held_values(self, name: str) -> Array:
+        """Return a figure of all evaluations, or one of eval.metrics; NaN: not known."""
+        return np.array([held_out_figure(line, name) for line in self.held], np.float64)
 
     def held_last(self, name: str) -> float | None:
         return figure(self.held[-1], name) if self.held else None
