@@ -12,7 +12,7 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
         "recovery",
         "placement",
         "supervise",
-        "checkpoint_validation",
+        "ray_workers",
         "worker",
     )
 )
@@ -197,7 +197,7 @@ DRIVER = (
         VALIDATION,
         "or newest.step <= self._asked",
         "or newest.step < self._asked",
-        "tests/test_driver_checkpoint_validation.py",
+        "tests/test_driver_ray_workers_validation.py",
     ),
     # ---- metrics.jsonl
     Mutation(

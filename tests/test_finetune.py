@@ -41,8 +41,8 @@ from rayapp.config import Config, from_dict, load
 from rayapp.data import prepared as prepared_data
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
-from rayapp.driver import checkpoint_validation as validation
 from rayapp.driver import ray_workers
+from rayapp.driver import ray_workers as validation
 from rayapp.driver.ray_session import connected, end_workers
 from rayapp.driver.stop import Budget
 from rayapp.finetune import auto
@@ -305,7 +305,7 @@ def test_checkpoints_are_validated_beside_training(
     """A task apart gives a checkpoint the loss that training itself gave that step."""
     # A look each time the driver wakes, and it does once more when training is over: the run's
     # three seconds may lie between two looks of the usual five.
-    monkeypatch.setattr(validation, "POLL_S", 0.0)
+    monkeypatch.setattr(validation, "VALIDATION_POLL_S", 0.0)
     argv = command(files, tmp_path, "validated", "--train.max_steps=60", "--cluster.workers=1")
     argv += ["--eval.checkpoints=true", "--eval.every_steps=5"]
     argv += ["--checkpoint.every_steps=5", "--checkpoint.keep=20"]

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rayapp.driver import display
-from rayapp.driver.checkpoint_validation import Validator
 from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
 from rayapp.driver.output import AttemptLogs, Reserve, Tail
-from rayapp.driver.ray_workers import RayAttempt, RayWorkers
+from rayapp.driver.ray_workers import RayAttempt, RayWorkers, Validator
 from rayapp.driver.recovery import GiveUp, Recovery
 from rayapp.driver.stop import POLL_S, Budget, Stop, StopAsked
 from rayapp.observe import metrics, run_folder
