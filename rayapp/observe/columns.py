@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.observe import metrics
-from rayapp.observe.metrics import MetricsLine, figure
+from rayapp.observe.metrics import MetricsLine, evaluated, figure
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -95,7 +95,7 @@ class Columns:
         self.ends.append(end)
         self.last = line
         self.rank_s = line.get("rank_s") or self.rank_s
-        if line.get("eval_loss") is not None:
+        if evaluated(line):
             self.held.append(line)
 
 
