@@ -20,10 +20,9 @@ from rayapp.observe.metrics import OWN_LOSS
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun, Progress, summary
 from rayapp.observe.words import UNKNOWN, clock
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import Storage, open_storage
 
 BEGIN = "Start one: rayapp finetune tiny_cpu. Find others by --storage=URL or --address=URL"
-AWS_SETTINGS = os.path.expanduser("~/.aws/config")
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
 
@@ -40,8 +39,6 @@ def runs(argv: list[str]) -> int:
         print(f"no runs in {where}. {BEGIN}")
     else:
         _show(rows)
-    for line in _idle():
-        print(line)
     return Exit.DONE
 
 
@@ -93,30 +90,6 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["updated_s"] is None and row["reason"]:  # its folder has told nothing
             print(f"{row['run']}: {row['reason']}")
-
-
-def _idle() -> list[str]:
-    """Return a line for each cluster that is paid for in vain; none where no AWS answers."""
-    if not (os.environ.get("AWS_DEFAULT_REGION") or os.path.exists(AWS_SETTINGS)):
-        return []
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    from rayapp.cluster.idle import idle_clusters
-
-    session = boto3.Session()
-    if session.region_name is None or session.get_credentials() is None:
-        return []
-    patience = Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1})
-    client = partial(session.client, config=patience)
-    try:
-        account = str(client("sts").get_caller_identity()["Account"])
-        return idle_clusters(account, session.region_name, client, open_storage)
-    except BotoCoreError:  # there is no way to AWS from here
-        return []
-    except (ClientError, StorageError) as error:
-        return [f"idle clusters are not known: {error}"]
 
 
 @command("rayapp status RUN [--storage=URL] [--address=URL] [--json]")

@@ -16,8 +16,6 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from rayapp.cluster.idle import worker_hosts
-
 # 2 minutes: the least that the action takes, and what EC2 itself gives.
 NOTICE = {
     "actionId": "aws:ec2:send-spot-instance-interruptions",
@@ -59,9 +57,18 @@ class AwsAccount:
 
     def workers(self) -> list[str]:
         """Return the ids of the running worker hosts, the oldest first."""
-        hosts = worker_hosts(self.client, self.stack).get(self.stack, [])
-        running = [host for host in hosts if host["State"]["Name"] == "running"]
-        return [host["InstanceId"] for host in sorted(running, key=lambda host: host["LaunchTime"])]
+        filters = [
+            {"Name": "tag:Project", "Values": [self.stack]},
+            {"Name": "instance-state-name", "Values": ["running"]},
+        ]
+        hosts = [
+            (host["LaunchTime"], host["InstanceId"])
+            for each in self._all("ec2", "describe_instances", Filters=filters)
+            for host in each["Instances"]
+            for tag in host["Tags"]
+            if tag["Key"] == "Name" and not tag["Value"].endswith(("-head", "-system"))
+        ]
+        return [name for _, name in sorted(hosts)]
 
     @contextmanager
     def terminated(self, host: str) -> Iterator[None]:
