@@ -111,8 +111,7 @@ def submit(argv: list[str]) -> int:
 @command(PREFLIGHT)
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
-    from rayapp.cluster.preflight.__main__ import OPTIONS
-    from rayapp.cluster.preflight.job import send
+    from rayapp.cluster.preflight import OPTIONS, send
 
     config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
     own = {name: asked[name] for name in OPTIONS}

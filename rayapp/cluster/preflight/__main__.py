@@ -20,6 +20,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from rayapp.cluster.preflight import OPTIONS, read_options
 from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
     ClusterFacts,
@@ -35,9 +36,6 @@ from rayapp.jobs import secrets
 from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import Exit, refused
 from rayapp.storage import StorageError, open_storage
-
-MODULE = "rayapp.cluster.preflight"
-OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
 
 
 def main(argv: list[str]) -> int:
@@ -55,24 +53,6 @@ def main(argv: list[str]) -> int:
     except secrets.SecretError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
-
-
-def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
-    """Return (Gbit/s that a link must reach or None, seconds to wait for an answer).
-
-    Raises:
-        ConfigError: either is no number above 0.
-    """
-    problems, values = list[str](), dict[str, float]()
-    for name in ("min_gbit_per_s", "timeout_s"):
-        try:
-            if asked[name] != "none" or OPTIONS[name] != "none":
-                values[name] = arguments.number(name, asked[name], endless=False)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return values.get("min_gbit_per_s"), values["timeout_s"]
 
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
@@ -140,8 +120,6 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
         notes.append(f"all-reduce: {why}")
     if len(facts.ranks) < 2:
         notes.append(f"all-reduce and links: {len(facts.ranks)} worker, nothing to measure")
-    if facts.model_problem:
-        notes.append(f"kernels: {facts.model_problem}")
     return notes
 
 

@@ -47,8 +47,6 @@ class NodeFacts:
     """The hard limit, to which Ray raises its soft limit."""
     memlock_bytes: int | None
     """None: no limit."""
-    reached_at: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Interface or host name, and address, that nccl and gloo take by themselves, where known."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,6 @@ class Rank:
     network: str | None = None
     """Network that NCCL sends through, as `network_of` names it; None: not known."""
     nccl: str | None = None
-    missing_kernels: tuple[str, ...] = ()
-    """Packages for the model's layers that a GPU worker cannot import: of a node's first rank."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +166,6 @@ class ClusterFacts:
     all_reduce: AllReduce | None = None
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
-    model_problem: str | None = None
-    """Why no node was asked for the kernels of the model's layers, if they were wanted."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each part of the survey."""
 

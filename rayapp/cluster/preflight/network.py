@@ -1,11 +1,10 @@
-"""Judge the network between the workers: addresses, EFA, the all-reduce, links between nodes."""
+"""Judge the network between the workers: EFA, the all-reduce, links between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from rayapp.cluster.preflight.facts import ClusterFacts, Finding, Link, Requirements, size
-from rayapp.cluster.preflight.node_probe import INTERFACE_VARIABLES
 
 # Lowest accepted share of the network rate that EC2 states. Two p6-b300 reach 0.94 of it in
 # nccl-tests (AWS's samples, 2026); with one of 4 network cards lost that is 0.70, which must fail.
@@ -17,22 +16,6 @@ NVLINK_SHARE = 0.65
 # group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
 FLOW_BITS_PER_S = 5e9
 ONE_SIDED = 3.0  # a link more than so many times slower than its way back: the sender is at fault
-
-
-def addresses(facts: ClusterFacts) -> Iterator[Finding]:
-    """Report nodes that would tell the others an address of one link alone, which none reaches."""
-    variable = INTERFACE_VARIABLES[facts.backend]
-    for node in facts.nodes if len(facts.nodes) > 1 else ():
-        reached = node.facts.reached_at.get(facts.backend) if node.facts else None
-        if reached and reached[1].startswith("169.254."):  # IPv4's link-local addresses: RFC 3927
-            yield Finding(
-                node.name,
-                f"{facts.backend} takes an address that no other node reaches",
-                f"{reached[1]} on {reached[0]}",
-                f"an address such as {node.address}",
-                f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
-                "the node's Ray is started",
-            )
 
 
 def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:

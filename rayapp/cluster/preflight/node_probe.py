@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -10,11 +9,8 @@ import platform
 import resource
 import shutil
 import socket
-import struct
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +23,6 @@ PROBE_BYTES = 32 * 2**20
 PACKAGES = ("ray", "torch", "transformers", "rayapp")
 SHARED_MEMORY = "/dev/shm"
 EFA_DRIVER = "efa"
-SIOCGIFADDR = 0x8915  # linux/sockios.h
-LAST = ("docker", "lo")  # NCCL takes these only where nothing else is
-INTERFACE_VARIABLES = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
-
-Interfaces = Sequence[tuple[str, str]]
-"""Names and IPv4 addresses, in the kernel's order."""
 
 
 class NodeProbe:
@@ -61,7 +51,6 @@ class NodeProbe:
             disk_free_bytes=usage.free,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
-            reached_at=reached_at(interfaces(), os.environ),
         )
 
     def probe(self, url: str, mark: str) -> Probe:
@@ -171,33 +160,3 @@ def _efa_devices(
         and os.access(Path(devices) / entry.name, os.R_OK | os.W_OK)
         for entry in Path(root).glob("uverbs*")
     )
-
-
-def interfaces() -> list[tuple[str, str]]:
-    """Return the interfaces of this node that have an IPv4 address."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in sorted(socket.if_nameindex()):
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            addresses.append((name, socket.inet_ntoa(answer[20:24])))
-    return addresses
-
-
-def reached_at(known: Interfaces, variables: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what each backend takes by itself, where no variable names its interface.
-
-    A task of ECS has a link-local interface, the same in every task, before the one that others
-    reach. NCCL takes the first that is not a bridge of docker or the loopback (NCCL's guide,
-    "NCCL_SOCKET_IFNAME"), gloo the address of the host's name.
-    """
-    taken = dict[str, tuple[str, str]]()
-    if known and not variables.get(INTERFACE_VARIABLES["nccl"]):
-        taken["nccl"] = min(known, key=lambda one: one[0].startswith(LAST))
-    if not variables.get(INTERFACE_VARIABLES["gloo"]):
-        with suppress(OSError):  # the name has no address
-            taken["gloo"] = (name := socket.gethostname()), socket.gethostbyname(name)
-    return taken
