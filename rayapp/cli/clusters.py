@@ -93,8 +93,8 @@ def capacity(argv: list[str]) -> int:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from rayapp.cluster.capacity import start, wait_for_workers
     from rayapp.cluster.connect import NotReachable
+    from rayapp.cluster.hosts import start, wait_for_workers
     from rayapp.config import arguments
 
     home, asked, problems = _asked(argv, {"wait_s": "1800"})

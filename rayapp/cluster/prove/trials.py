@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from rayapp.cluster.capacity import wait_for_workers
+from rayapp.cluster.hosts import wait_for_workers
 from rayapp.cluster.prove.account import AwsAccount, Failed
 from rayapp.observe import metrics, status
 from rayapp.observe.attempts import FAILURE, PREEMPTION
