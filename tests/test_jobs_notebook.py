@@ -567,18 +567,17 @@ def test_a_handle_remembers_what_it_has_sent(served: Dashboard, tmp_path: Path) 
 def test_a_run_of_ray_job_submit_is_known(
     served: Dashboard, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its command line where that has the run's name, else by the events of the folder."""
-    line = f"python -m rayapp.finetune c.yaml --run.storage={tmp_path}/runs"
-    served.add("raysubmit_1", "FAILED", entrypoint=line, driver_exit_code=3, end_time=4000)
-    served.add("raysubmit_2", "RUNNING", entrypoint=f"{line} --run.name=early")
-    served.add("raysubmit_3", "RUNNING", entrypoint="python -m rayapp.finetune c.yaml")
-    served.add("raysubmit_4", "RUNNING", entrypoint="python other.py")
+    """By its metadata, in which its driver puts the run's folder."""
     run = folder_of(tmp_path, {**BEGAN, "submission_id": "raysubmit_1"}, LEFT)
+    own = {"rayapp.run": run.url}
+    ended = {"driver_exit_code": 3, "end_time": 4000}
+    served.add("raysubmit_1", "FAILED", metadata=own, **ended)
+    served.add("raysubmit_2", "RUNNING", metadata={"rayapp.run": f"{tmp_path}/runs/early"})
+    served.add("raysubmit_3", "RUNNING")
     listed = {one["job"]: one for one in json.loads(said(capsys, 0, "list", "--json"))}
     assert {job: (one["run"], one["status"]) for job, one in listed.items()} == {
         "raysubmit_1": (run.url, "stopped"),
         "raysubmit_2": (f"{tmp_path}/runs/early", "starting"),
-        "raysubmit_3": ("n/a", "running"),
     }
     for words in (["demo"], [run.url]):
         assert "stopped" in said(capsys, 3, "status", *words)

@@ -125,15 +125,10 @@ def _of_cluster(address: str | None) -> list[dict[str, Any]]:
     from rayapp.jobs import JobsClient
 
     rows: list[dict[str, Any]] = []
-    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
-        job = info.submission_id
-        if url is None:
-            row: dict[str, Any] | None = _values(info.storage or UNKNOWN, info.status.lower(), None)
-            why = {"reason": "its command line does not say which run of this folder it is"}
-        else:
-            row, why = _row(url, partial(_on_cluster, url, address, job)), {}
+    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()).items():
+        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
         if row is not None:
-            rows.append({**row, **why, "job": job})
+            rows.append({**row, "job": info.submission_id})
     return rows
 
 

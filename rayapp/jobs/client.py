@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config import KINDS, ConfigError
+from rayapp.config import ConfigError
 from rayapp.hardware import GIB
 from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Submission
 from rayapp.observe.words import last_line
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 RAY_STOP_WAIT_S = 3.0  # Ray's own default
 HERE, BY_DEFAULT = "http://127.0.0.1:8265", "by default"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-TRAINS = {kind.MODULE for kind in KINDS.values()}  # a job that runs one of these modules trains
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
 RECONNECT_S = 60.0  # how long `follow` tries to reach a cluster that does not answer
@@ -57,12 +54,8 @@ class JobInfo:
     submission_id: str
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
-    trains: bool
-    """Whether its entrypoint trains a run."""
     run_url: str | None
-    """Folder of the run that it trains; None: neither the metadata nor the entrypoint name it."""
-    storage: str | None
-    """run.storage in the entrypoint; None: it names none, or a relative folder."""
+    """The folder that its metadata names, by `submit` or by its driver; None: they name none."""
     stop_wait_s: float
     """Seconds between SIGTERM and SIGKILL when it is stopped: from its runtime environment, else
     Ray's default."""
@@ -267,48 +260,18 @@ def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Itera
 def _info(job: Any) -> JobInfo:
     metadata = job.metadata or {}
     tags = {k.removeprefix(TAG_PREFIX): v for k, v in metadata.items() if k.startswith(TAG_PREFIX)}
-    trained = run_of(job.entrypoint or "")
-    storage, name = trained or (None, None)
-    named = f"{storage.rstrip('/')}/{name}" if storage and name else None
     variables = (job.runtime_env or {}).get("env_vars") or {}
     wait_s = str(variables.get(STOP_WAIT, ""))
     return JobInfo(
         submission_id=job.submission_id,
         status=str(getattr(job.status, "value", job.status)),
-        trains=trained is not None,
-        run_url=metadata.get(RUN_KEY, named),
-        storage=storage,
+        run_url=metadata.get(RUN_KEY),
         stop_wait_s=float(wait_s) if wait_s.isdecimal() else RAY_STOP_WAIT_S,
         tags=tags,
         message=job.message or "",
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,
     )
-
-
-def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
-    """Return run.storage and run.name from a command line; None if it does not train.
-
-    A relative run.storage is returned as None: it is a folder on the cluster, out of reach here.
-
-    >>> run_of("python -m rayapp.finetune c.yaml --run.storage=s3://b/runs --run.name demo")
-    ('s3://b/runs', 'demo')
-    >>> run_of("python other.py --run.storage=s3://b/runs")
-    """
-    try:
-        words = shlex.split(entrypoint)
-    except ValueError:  # an unclosed quotation mark
-        return None
-    if not any(word == "-m" and module in TRAINS for word, module in pairwise(words)):
-        return None
-    options = dict[str, str]()
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in ("run.storage", "run.name"):
-            options[name] = value if equals else following
-    storage = options.get("run.storage", "")
-    known = "://" in storage or os.path.isabs(storage)
-    return (storage if known else None), options.get("run.name")
 
 
 def _with_scheme(address: str) -> str:

@@ -140,7 +140,7 @@ class RemoteJob:
         cluster, info = self.or_fail()
         if not is_of(info, self.run.url):
             raise JobError(
-                f"job {info.submission_id} is not stopped: its command line does not name "
+                f"job {info.submission_id} is not stopped: it does not name "
                 f"{self.run.url}. If it is a job of this run, run "
                 f"`ray job stop {info.submission_id}`"
             )
@@ -179,42 +179,18 @@ class RemoteJob:
 
 
 def is_of(info: JobInfo, run_url: str) -> bool | None:
-    """Say whether a job belongs to a run; None: the job does not tell.
-
-    A job that names run.storage but no run is taken as the run's where the storage is the same.
-    """
-    url = open_storage(run_url).url
-    if info.run_url is not None:
-        return _url(info.run_url) == url
-    if info.storage is not None:
-        return _url(info.storage) == url.rpartition("/")[0]
-    return None
-
-
-def _url(text: str) -> str | None:
-    try:
-        return open_storage(text).url
-    except StorageError:
+    """Say whether a job belongs to a run; None: the job does not tell."""
+    if info.run_url is None:
         return None
+    try:
+        return open_storage(info.run_url).url == open_storage(run_url).url
+    except StorageError:
+        return False
 
 
-def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
-    """Yield (run folder, newest job) of each run; the folder is None if nothing names the run.
-
-    A job sent with `ray job submit` may name run.storage in its command line but not run.name,
-    which is then in its config file. Its run is the one whose events have the submission id.
-    """
-    by_id = dict[str, str]()
-    for storage in {info.storage for info in jobs if info.run_url is None and info.storage}:
-        by_id |= _started_in(storage)
-    newest = dict[str, JobInfo]()
-    for info in jobs:
-        url = info.run_url or by_id.get(info.submission_id)
-        if url is not None:
-            newest[url] = info
-        elif info.trains:
-            yield None, info
-    yield from newest.items()
+def runs_of(jobs: Sequence[JobInfo]) -> dict[str, JobInfo]:
+    """Return {folder of a run: its newest job}; `jobs` are in the order of their starts."""
+    return {info.run_url: info for info in jobs if info.run_url is not None}
 
 
 def find_named(name: str, address: str | None) -> tuple[str, str]:
@@ -231,28 +207,10 @@ def find_named(name: str, address: str | None) -> tuple[str, str]:
             raise
         where = f"there is no folder {Run().storage} here, and no cluster at {cluster}"
         raise ConfigError([f"run={name} is unknown: {where}. Set storage or address"]) from error
-    named = [(url, info) for url, info in runs if url and url.rpartition("/")[2] == name]
+    named = [(url, info) for url, info in runs.items() if url.rpartition("/")[2] == name]
     if not named:
         raise ConfigError(
             [f"run={name} is unknown: no job of the cluster has that name. Set storage too"]
         )
     url, newest = max(named, key=lambda run: run[1].started_s or 0.0)
     return url, newest.submission_id
-
-
-def _started_in(storage: str) -> dict[str, str]:
-    """Return {submission id: URL of the run that it started} for the runs in a folder."""
-    runs = dict[str, str]()
-    try:
-        root = open_storage(storage)
-        for name in root.dirs():
-            try:
-                events = read_events(root / name)
-            except ConfigError as error:  # damaged events: leave the run out
-                logger.debug("%s", error)
-                continue
-            ids = (event.get("submission_id") for event in events if event["event"] == STARTED)
-            runs |= {known: (root / name).url for known in ids if isinstance(known, str)}
-    except StorageError as error:
-        logger.warning("%s", error)
-    return runs
