@@ -664,7 +664,7 @@ def test_every_size_stands_in_hardware_alone(monkeypatch: pytest.MonkeyPatch) ->
     one = hardware.INSTANCES["p4d.24xlarge"]
     for change, ecs, kuberay in (
         (
-            {"efa_interfaces": 2, "network_cards": 2},
+            {"efa_interfaces": 2},
             {"worker.json", "terraform.tfvars.json"},
             {"components/efa/kustomization.yaml", "terraform.tfvars.json"},
         ),
