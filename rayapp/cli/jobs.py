@@ -15,7 +15,7 @@ from rayapp.config import ConfigError, arguments, parse_yaml
 from rayapp.jobs import JobError, SubmitOptions
 from rayapp.jobs.find import job
 from rayapp.jobs.handle import Job
-from rayapp.jobs.submission import Again
+from rayapp.jobs.remote import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
 from rayapp.observe.status import NoRun
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
+import socket
 import tempfile
 import threading
 import time
@@ -18,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config import ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.hardware import GIB
 from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Submission
 from rayapp.observe.words import last_line
@@ -26,6 +28,7 @@ from rayapp.observe.words import last_line
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+ANSWER_S = 10.0  # limit of a TCP connection
 RAY_STOP_WAIT_S = 3.0  # Ray's own default
 HERE, BY_DEFAULT = "http://127.0.0.1:8265", "by default"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
@@ -84,6 +87,40 @@ def address_of(address: str | None = None) -> tuple[str, str]:
         if value.startswith(("http://", "https://")):
             return value.rstrip("/"), name
     return HERE, BY_DEFAULT
+
+
+def ray_address(config: RunConfig) -> str:
+    """Return the connected cluster's address, else cluster.address, else RAY_ADDRESS, else `local`.
+
+    `local` means that Ray is to be started on this machine.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def check_answers(address: str) -> None:
+    """Refuse a host:port where nothing listens, as Ray itself would keep trying for a minute.
+
+    Addresses of another form, such as `local` or ray://, are not checked.
+
+    Raises:
+        ConfigError: naming what to set.
+    """
+    place = re.fullmatch(r"\[?(.+?)\]?:(\d+)", address)
+    if place is None or "://" in address:
+        return
+    try:
+        socket.create_connection((place[1], int(place[2])), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"cluster.address={address} is not reachable: {error.strerror or error}. Set the "
+                "address of a head node's GCS, e.g. 10.0.0.1:6379, or `local`"
+            ]
+        ) from None
 
 
 class JobsClient:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import JobError, SubmitOptions, results
 from rayapp.jobs.client import Unreachable
-from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.submission import Again, options_again, send
+from rayapp.jobs.remote import Again, RemoteJob, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,

@@ -84,12 +84,12 @@ def _connected(config: RunConfig) -> Iterator[None]:
     """Connect to the cluster or start Ray here, and shut down after; reuse a connection."""
     import ray
 
-    from rayapp.jobs.ray_address import address_of, check_answers
+    from rayapp.jobs.client import check_answers, ray_address
 
     if ray.is_initialized():
         yield
         return
-    address = address_of(config)
+    address = ray_address(config)
     check_answers(address)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
