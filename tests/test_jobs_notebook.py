@@ -321,7 +321,7 @@ task += "print(os.environ['HUB'] == ray.get(ray.remote(lambda: os.environ['HUB']
 task += "len(os.environ['HUB']))"
 cluster = JobsClient.at()
 job = cluster.submit(replace(order, entrypoint=f'python -c "{task}"'))
-info = cluster.wait(job, 120)
+info = cluster.wait(job)
 told = json.dumps([str(vars(j)) for j in JobSubmissionClient(cluster.address).list_jobs()])
 said = cluster.logs(job).splitlines()[-1]
 print(json.dumps([info.status, said, "the value" in told, "arn:" in told]))

@@ -120,8 +120,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
     found, ranks = [], []
     for number in range(nodes):
         devices = tuple(
-            Device(i, f"GPU-{i}", gpu.device_name, "570.1", 80.0, 0, False)
-            for i in range(lanes if gpu else 0)
+            Device(i, f"GPU-{i}", gpu.device_name, 0, False) for i in range(lanes if gpu else 0)
         )
         seen = facts.NodeFacts(
             host=f"host-{number}",
@@ -224,14 +223,14 @@ def only(findings: list[Finding], node: str, *words: str) -> Finding:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "64 MiB", "31 GiB")),
+    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "67.1 MB", "33.3 GB")),
     "a version": (
         {"versions": {**VERSIONS, "transformers": "4.57.1"}},
         ("transformers differs", "4.57.1", "5.23.0"),
     ),
-    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10 GiB", "500 GiB")),
+    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10.7 GB", "537 GB")),
     "open files": ({"open_files": 1024}, ("open files", "1,024", "4,096")),
-    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "64 KiB")),
+    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "65.5 kB")),
     "a clock": ({"clock": ClockOffset(-7.0, 0.01)}, ("clock", "-7.0 s")),
     "storage": ({"probe": Probe(2**25, error="AccessDenied")}, ("run.storage", "AccessDenied")),
     "a folder of its own": ({"probe": Probe(2**25, 1, 1, shared=False)}, ("folder of its own",)),
@@ -286,20 +285,7 @@ def test_a_slow_link_is_named_by_its_nodes(nodes: int, data: st.DataObject, name
     link = replace(known.links[bad], bytes_per_s=0.1 * known.links[bad].bytes_per_s)
     slow = replace(known, links=(*known.links[:bad], link, *known.links[bad + 1 :]))
     sender, receiver = known.node(link.sender).name, known.node(link.receiver).name
-    only(assess(slow, Requirements(kind)), f"{sender} -> {receiver}", f"{sender} sends slowly")
-
-
-def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
-    kind = instance("p4d.24xlarge")
-    known = healthy(8, kind)
-    id = known.nodes[5].id
-    links = tuple(
-        replace(one, bytes_per_s=1e9) if id in (one.sender, one.receiver) else one
-        for one in known.links
-    )
-    found = assess(replace(known, links=links), Requirements(kind))
-    assert len(found) == 4  # two links, each way
-    assert all(f"all of {known.nodes[5].name}'s" in one.what for one in found)
+    only(assess(slow, Requirements(kind)), f"{sender} -> {receiver}", "the link is slow")
 
 
 def test_links_without_a_mark_are_reported_and_not_judged() -> None:
@@ -591,7 +577,7 @@ def test_tiny_shared_memory_is_named(head: Node, tmp_path: Path) -> None:
     assert code == 1
     (finding,) = found["findings"]
     assert finding["node"] == newest(found)
-    assert "/dev/shm" in finding["what"] and finding["measured"] == "32 MiB"
+    assert "/dev/shm" in finding["what"] and finding["measured"] == "33.6 MB"
 
 
 @pytest.mark.drill
@@ -737,7 +723,6 @@ def test_a_slowed_link_is_named(tmp_path: Path) -> None:
     (finding,) = found["findings"]
     (sender,) = (node for node in found["facts"]["nodes"] if node["address"] == "10.77.0.2")
     assert finding["node"].startswith(newest(found) + " -> ")
-    assert "sends slowly" in finding["what"]
     (link,) = (x for x in found["facts"]["links"] if x["sender"] == sender["id"])
     assert 0.02 < link["bytes_per_s"] * 8 / 1e9 < 0.055
 

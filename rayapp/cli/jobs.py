@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import cast
 
 import yaml
 
 from rayapp.cli import Command, documented
 from rayapp.config import ConfigError, arguments, parse_yaml
-from rayapp.jobs import JobError, SubmitOptions
+from rayapp.jobs import SubmitOptions
 from rayapp.jobs.find import job
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
 WHERE = {"storage": "none", "address": "none"}
@@ -69,7 +67,7 @@ SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
 def command(text: str) -> Callable[[Command], Command]:
-    """Print the text if help is asked for, and say in one line what a cluster or storage says.
+    """Print the text if help is asked for.
 
     An option of the text's first line that no other line explains is explained as in EXPLAINED.
     """
@@ -80,24 +78,7 @@ def command(text: str) -> Callable[[Command], Command]:
     lines = [f"  {EXPLAINED[option]}" for option in options]
     if " RUN" in usage:
         lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
-    whole = "\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")]))
-
-    def decorate(function: Command) -> Command:
-        @documented(whole)
-        @wraps(function)
-        def run(argv: list[str]) -> int:
-            try:
-                return function(argv)
-            except JobError as error:
-                print(f"failed: {error}", file=sys.stderr)
-                return Exit.FAILED
-            except NoRun as error:
-                print(error, file=sys.stderr)
-                return Exit.REFUSED
-
-        return run
-
-    return decorate
+    return documented("\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")])))
 
 
 @command(SUBMIT)

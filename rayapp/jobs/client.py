@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.hardware import GIB
-from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Submission
+from rayapp.jobs.package import RUN_KEY, STOP_WAIT, Submission
 from rayapp.observe.words import last_line
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class JobInfo:
     stop_wait_s: float
     """Seconds between SIGTERM and SIGKILL when it is stopped: from its runtime environment, else
     Ray's default."""
-    tags: dict[str, str]
     message: str
     exit_code: int | None
     started_s: float | None
@@ -252,16 +251,9 @@ class JobsClient:
                 logger.debug("following %s again: %s", submission_id, error)
             time.sleep(POLL_S)
 
-    def wait(self, submission_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait until a job has ended; return what the cluster then reports about it.
-
-        Raises:
-            TimeoutError: it has not, in time.
-        """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+    def wait(self, submission_id: str) -> JobInfo:
+        """Wait until a job has ended; return what the cluster then reports about it."""
         while not (info := self.info(submission_id)).ended:
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"job {submission_id} has not ended after {timeout_s:.0f} s")
             time.sleep(POLL_S)
         return info
 
@@ -296,7 +288,6 @@ def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Itera
 
 def _info(job: Any) -> JobInfo:
     metadata = job.metadata or {}
-    tags = {k.removeprefix(TAG_PREFIX): v for k, v in metadata.items() if k.startswith(TAG_PREFIX)}
     variables = (job.runtime_env or {}).get("env_vars") or {}
     wait_s = str(variables.get(STOP_WAIT, ""))
     return JobInfo(
@@ -304,7 +295,6 @@ def _info(job: Any) -> JobInfo:
         status=str(getattr(job.status, "value", job.status)),
         run_url=metadata.get(RUN_KEY),
         stop_wait_s=float(wait_s) if wait_s.isdecimal() else RAY_STOP_WAIT_S,
-        tags=tags,
         message=job.message or "",
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,

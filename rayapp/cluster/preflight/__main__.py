@@ -28,13 +28,13 @@ from rayapp.cluster.preflight.facts import (
     NodeReport,
     Requirements,
     requirements_of,
-    size,
 )
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.jobs import secrets
 from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import Exit, refused
+from rayapp.observe.words import number_of_bytes
 from rayapp.storage import StorageError, open_storage
 
 
@@ -126,10 +126,9 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
 def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -> None:
     """Print the page; the findings come last, next to the prompt."""
     console = Console()
-    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
     console.print(
         f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "
-        f"{facts.backend}; {took}",
+        f"{facts.backend}",
         highlight=False,
     )
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
@@ -139,8 +138,8 @@ def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -
     if facts.all_reduce is not None:
         reduced = facts.all_reduce
         console.print(
-            f"all-reduce  {size(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} ms, busbw "
-            f"{reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
+            f"all-reduce  {number_of_bytes(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} "
+            f"ms, busbw {reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
             highlight=False,
         )
     for note in not_judged(facts, required):
@@ -198,8 +197,8 @@ def _node(node: NodeReport) -> list[str]:
     return [
         str(len(seen.devices)),
         str(seen.efa_devices),
-        size(seen.shared_memory_bytes),
-        size(seen.disk_free_bytes),
+        number_of_bytes(seen.shared_memory_bytes),
+        number_of_bytes(seen.disk_free_bytes),
         f"{seen.open_files:,}",
         f"{1000 * clock.offset_s:+.0f} ± {1000 * clock.error_s:.0f} ms" if clock else "n/a",
         *("n/a" if rate is None else f"{rate / 1e6:.0f} MB/s" for rate in rates),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.facts import Device, NodeFacts, Probe
-from rayapp.hardware import GIB
 from rayapp.jobs import secrets
 from rayapp.storage import StorageError, open_storage
 
@@ -110,13 +109,12 @@ def devices() -> tuple[Device, ...]:
     except nvml.NVMLError:  # no driver: no GPU
         return ()
     try:
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
-        return tuple(_device(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
+        return tuple(_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
     finally:
         nvml.nvmlShutdown()
 
 
-def _device(nvml: Any, index: int, driver: str) -> Device:
+def _device(nvml: Any, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     ecc = _asked(
         nvml,
@@ -130,8 +128,6 @@ def _device(nvml: Any, index: int, driver: str) -> Device:
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        driver=driver,
-        memory_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
         ecc_errors=ecc,
         remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # is pending, has failed
     )
