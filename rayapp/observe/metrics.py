@@ -162,6 +162,12 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
     return value if isinstance(value, int | float) and -MOST <= value <= MOST else None
 
 
+def held_out_figure(held_out: HeldOut, name: str) -> float | None:
+    """Return a figure of an evaluation, or the score of a task; None if it is not known."""
+    known = figure(held_out, name)
+    return figure(held_out.get("eval_metrics") or {}, name) if known is None else known
+
+
 def figures_of(line: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:
     """Yield (field, key, number) of all that is known; the key is "" but in a mapping.
 

@@ -94,7 +94,8 @@ class Progress:
 
     status: str
     """preparing, waiting (for room), running or stopping while a driver works on it; else done,
-    stopped, failed, or lost (its driver is gone). The same command resumes the last three."""
+    rejected (by eval.gate), stopped, failed, or lost (its driver is gone). The same command resumes
+    the last three."""
     step: int
     num_steps: int | None
     left_s: float | None
@@ -211,7 +212,7 @@ def summary(run: Storage) -> Progress:
     if not result.keys() >= SUMMED:  # of a run that failed
         return read(run)
     unit = unit_of(result)
-    names = ("loss", "own_loss", "mfu", "eval_metrics", unit.per_s)
+    names = ("loss", "own_loss", "mfu", "eval_loss", "eval_metrics", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
     line |= result.get("figures", {})
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
