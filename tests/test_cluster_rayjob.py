@@ -263,7 +263,7 @@ FLEETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "spot": ("g5.12xlarge", "32", {"market": "spot"}),
     "one node": ("g5.12xlarge", "2", {}),
     "data": ("g5.12xlarge", "32", {"data_nodes": 2}),
-    "autoscaled": ("g5.12xlarge", "8:32", {"components": ("autoscaling",), "nodes": "autoscaled"}),
+    "autoscaled": ("g5.12xlarge", "8:32", {"components": ("autoscaling",)}),
     "list": ("g5.12xlarge, p4d.24xlarge:spot", "32", {}),
 }
 

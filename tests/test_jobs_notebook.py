@@ -683,16 +683,6 @@ def test_a_driver_that_cannot_renew_its_lease_is_not_starting(
     assert found == "running" and now is not None and now.reason is None
 
 
-def test_a_stop_that_may_wait_for_ever_does_not_end_the_job(
-    served: Dashboard, tmp_path: Path
-) -> None:
-    run = folder_of(tmp_path, BEGAN, note={})
-    served.add("demo", "RUNNING", metadata={"rayapp.run": run.url}, runtime_env=ROOMY)
-    with pytest.raises(TimeoutError):
-        Job(run.url).stop(wait_s=0.01, hard=False)
-    assert served.stopped == []
-
-
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [

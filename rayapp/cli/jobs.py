@@ -59,7 +59,6 @@ EXPLAINED = {  # what many commands take
     "--follow": "--follow       print the driver's output; return the run's exit code",
     "--wait": "--wait         wait until the run ends; return the run's exit code",
     "--wait_s": "--wait_s=600   seconds to wait until the run has saved and ended; 0 does not wait",
-    "--hard": "--hard=true    end the job through Ray if it still runs then; false: do not",
 }
 
 SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
@@ -145,15 +144,11 @@ def logs(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@command("rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
+@command("rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600]")
 def stop(argv: list[str]) -> int:
     """Have a run save and leave; its job is ended if it has not after wait_s."""
-    handle, asked = handle_of(argv, {"wait_s": "600", "hard": "true"})
-    if asked["hard"] not in ("true", "false"):
-        raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
-    state = handle.stop(
-        arguments.number("wait_s", asked["wait_s"], zero=True), asked["hard"] == "true"
-    )
+    handle, asked = handle_of(argv, {"wait_s": "600"})
+    state = handle.stop(arguments.number("wait_s", asked["wait_s"], zero=True))
     print(f"{handle.name} {state}")
     return EXIT_CODES.get(state, Exit.DONE)
 

@@ -51,10 +51,6 @@ class HostGroup:
         (told,) = answer["AutoScalingGroups"]
         return told
 
-    def activities(self) -> list[Any]:
-        """Return the newest activities of its Auto Scaling group."""
-        return activities_of(self.hosts, self.client, ACTIVITIES)
-
     def want(self, most: int) -> None:
         """Ask for hosts: of EKS nodes, whose pods follow when all of them have come."""
         asked = {"AutoScalingGroupName": self.hosts, "DesiredCapacity": most}
@@ -144,13 +140,13 @@ def start(home: str, name: str, client: Client, seconds: float, say: Say) -> str
 def _try(group: Service | NodeGroup, seconds: float) -> str | None:
     """Start all workers of a group; return why they do not run, None if they do."""
     most = int(group.scaling_group()["MaxSize"])
-    before = [one["ActivityId"] for one in group.activities()]
+    before = [one["ActivityId"] for one in activities_of(group.hosts, group.client)]
     known = before[1:] if group.wanted else before  # its newest may be why it is not complete
     group.want(most)
     until = time.monotonic() + seconds
     while (running := group.running(most)) < most:
-        new = [one for one in group.activities() if one["ActivityId"] not in known]
-        if why := refusal(new):
+        seen = activities_of(group.hosts, group.client)
+        if why := refusal([one for one in seen if one["ActivityId"] not in known]):
             return why
         if time.monotonic() > until:
             return f"{running} of {most} workers run after {seconds:.0f} s"
@@ -233,7 +229,7 @@ def missing_pods(name: str, client: Client) -> list[str]:
     return [f"the Ray cluster is incomplete: {ready} of {wanted} workers are ready, {why}"]
 
 
-def activities_of(hosts: str, client: Client, most: int) -> list[Any]:
+def activities_of(hosts: str, client: Client, most: int = ACTIVITIES) -> list[Any]:
     """Return the newest activities of an Auto Scaling group."""
     asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
     return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])

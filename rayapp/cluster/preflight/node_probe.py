@@ -126,8 +126,8 @@ def _device(nvml: Any, index: int) -> Device:
     rows = _asked(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
     return Device(
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
         ecc_errors=ecc,
         remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # is pending, has failed
     )
@@ -139,10 +139,6 @@ def _asked(nvml: Any, function: Any, *arguments: Any) -> Any:
         return function(*arguments)
     except nvml.NVMLError_NotSupported:
         return None
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _efa_devices(
