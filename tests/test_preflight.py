@@ -447,9 +447,9 @@ def test_the_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path) -> None
 
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--min_gbit_per_s=fast", "--timeout_s=0"]) == 2
-    text = capsys.readouterr().err
-    assert "--min_gbit_per_s=fast" in text and "--timeout_s=0" in text
+    for word in ("--min_gbit_per_s=fast", "--timeout_s=0"):
+        assert command.main([word]) == 2
+        assert word in capsys.readouterr().err
     assert command.main(["--min_gbit_per=1"]) == 2
     assert "Did you mean --min_gbit_per_s?" in capsys.readouterr().err
     assert command.main(["--cluster.instance=p5.48xlage", "--cluster.address=local"]) == 2

@@ -160,7 +160,7 @@ def _prove(proof: Proof, options: Options, asked: dict[str, str], rate: float) -
     path = proof.log.with_suffix(".md")
     path.write_text(masked(text), encoding="utf-8")
     print(f"\n{text}\nwritten to {path}: send it to the maintainers")
-    return Exit.DONE if result_of(steps) == PASS else Exit.FAILED
+    return Exit.DONE if all(step.result == PASS for step in steps) else Exit.FAILED
 
 
 def prove(proof: Proof) -> list[Step]:
@@ -190,17 +190,13 @@ def _passes(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:
     return step.result == PASS
 
 
-def result_of(steps: list[Step]) -> str:
-    """Return PASS if every step has passed."""
-    return PASS if all(step.result == PASS for step in steps) else FAIL
-
-
 def page(title: str, facts: dict[str, str], steps: list[Step], by_hand: list[str]) -> str:
     """Return the page as Markdown: what was tried, whether it held, how long it took, what is left.
 
     `by_hand` are commands and names of things to remove; empty if nothing is left.
     """
-    lines = [f"# {title}: {result_of(steps)}", ""]
+    passed = all(step.result == PASS for step in steps)
+    lines = [f"# {title}: {PASS if passed else FAIL}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "| step | result | seconds | what was seen |", "|---|---|---|---|"]
     for step in steps:

@@ -308,17 +308,19 @@ class Job:
         """Show the run until it ends, redrawn every `every_s` seconds.
 
         In a terminal this returns the status at the end. In a notebook it returns None at once and
-        a thread goes on drawing; with `block` it waits as in a terminal. KeyboardInterrupt ends
-        the view, not the run, and is raised again, so that a notebook runs no further cell.
+        a thread goes on drawing; with `block` it waits for the end as in a terminal.
+        KeyboardInterrupt ends the wait, not the run, and is raised again, so that a notebook runs
+        no further cell.
         """
         from rayapp.jobs import notebook, terminal
 
         if not notebook.in_notebook():
             return terminal.show(self, every_s)
-        if block:
-            return notebook.show(self, every_s)
-        notebook.show_on(self._again, every_s)
-        return None
+        thread = notebook.show_on(self._again, every_s)
+        if not block:
+            return None
+        thread.join()
+        return self.status()
 
     def _again(self) -> Job:
         """Return another handle of the run, for another thread."""

@@ -20,28 +20,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayapp.config import ConfigError, RunConfig, arguments, load
+from rayapp.config import RunConfig, arguments, load
 from rayapp.jobs import JobError, JobsClient, SubmitOptions, prepare
 
 OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
 
 
-def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
+def read_options(asked: Mapping[str, str]) -> tuple[float | None, float]:
     """Return (Gbit/s that a link must reach or None, seconds to wait for an answer).
 
     Raises:
         ConfigError: either is no number above 0.
     """
-    problems, values = list[str](), dict[str, float]()
-    for name in ("min_gbit_per_s", "timeout_s"):
-        try:
-            if asked[name] != "none" or OPTIONS[name] != "none":
-                values[name] = arguments.number(name, asked[name], endless=False)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return values.get("min_gbit_per_s"), values["timeout_s"]
+    least = asked["min_gbit_per_s"]
+    timeout_s = arguments.number("timeout_s", asked["timeout_s"], endless=False)
+    if least == "none":
+        return None, timeout_s
+    return arguments.number("min_gbit_per_s", least, endless=False), timeout_s
 
 
 def send(

@@ -73,7 +73,13 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         facts = survey(config, timeout_s)
     findings = assess(facts, required)
     if as_json:
-        print(json.dumps(as_dict(facts, findings, required), indent=1))
+        values = {
+            "passed": not findings,
+            "findings": [asdict(finding) for finding in findings],
+            "not_judged": not_judged(facts, required),
+            "facts": asdict(facts),
+        }
+        print(json.dumps(values, indent=1))
     else:
         show(facts, findings, required)
     return Exit.FAILED if findings else Exit.DONE
@@ -96,18 +102,6 @@ def _connected(config: RunConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def as_dict(
-    facts: ClusterFacts, findings: list[Finding], required: Requirements
-) -> dict[str, object]:
-    """Return facts, findings and what was not judged as plain values."""
-    return {
-        "passed": not findings,
-        "findings": [asdict(finding) for finding in findings],
-        "not_judged": not_judged(facts, required),
-        "facts": asdict(facts),
-    }
 
 
 def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
