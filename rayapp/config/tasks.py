@@ -6,22 +6,26 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from rayapp.config.code import CODE_PATTERN
 from rayapp.config.fields import Section, Text, comma_list, mapping
 
-Score = Literal["exact", "normalised", "number", "json", "regex", "loss"]
+SCORES = ("exact", "normalised", "number", "json", "regex", "choice", "loss")
 
 
 class EvalTask(Section):
     path: Text
     """Prompts or chats, read like `data.path`; the last answer of each record is the reference."""
-    score: Score = "exact"
+    score: Text = Field(default="exact", pattern=f"^({'|'.join(SCORES)})$|{CODE_PATTERN}")
     """When an answer is right. exact: the same text as the reference. normalised: the same words.
     number: the same last number. json: an equal value. regex: the answer contains a match of the
-    reference, a pattern. loss: nothing is generated; the score is the loss of the references."""
+    reference, a pattern. choice: nothing is generated; of the record's `choices`, or else of all
+    references, the model finds the reference likeliest. loss: nothing is generated; the score is
+    the loss of the references. `mypackage.module:function`: it returns whether (answer, reference)
+    is right."""
     max_tokens: int = Field(default=256, ge=1, le=65_536)
     """Maximum number of tokens of an answer."""
 

@@ -196,9 +196,8 @@ def verdicts(result: RunResult) -> list[str]:
     if best is not None:
         value = number(held_out_figure(best["held_out"], best["figure"]))
         at, of = f"{best['step']:,}", f"{result['steps']:,}"
-        lines.append(
-            f"best   {best['figure']} {value} at step {at} of {of}; this step is the model"
-        )
+        later = f", better than the {best['since']} evaluations after it" if best["since"] else ""
+        lines.append(f"best   {best['figure']} {value} at step {at} of {of}{later}; it is exported")
     for each in result.get("gate", ()):
         limit = f" (base: {number(each['limit'])})" if "base" in each["condition"] else ""
         met = "met" if each["met"] else "not met"
