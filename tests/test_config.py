@@ -314,7 +314,10 @@ def test_a_field_of_a_task_of_ones_own_name_is_told() -> None:
         ("trian.lr", "Did you mean train?"),
         ("chekpoint.keep", "Did you mean checkpoint?"),
         ("model.lora.rnk", "Did you mean model.lora.rank?"),
-        ("eval.zzzzz", "Set one of every_steps, checkpoints, patience, gate, prompts, tasks, metrics"),
+        (
+            "eval.zzzzz",
+            "Set one of every_steps, checkpoints, patience, gate, prompts, tasks, metrics",
+        ),
         ("zzzzz", "Set one of run, model, data, train, parallel, checkpoint, eval, cluster"),
     ],
 )
