@@ -4,7 +4,7 @@
 
 Here is what sends all of it to a cluster as a job, for `rayapp preflight` and `rayapp.preflight`.
 
-node_probe.py    an actor on each node: versions, GPUs, limits, interfaces, disk, storage
+node_probe.py    an actor on each node: versions, GPUs, limits, disk, storage
 group_worker.py  an actor on each device: its speed, an all-reduce, links, the network NCCL takes
 survey.py        runs both on the connected cluster, every wait with a limit
 facts.py         what the survey found (ClusterFacts) and what is wanted (Requirements)
