@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,17 +92,6 @@ class GroupWorker:
                 if device.uuid == own:
                     index, uuid = device.index, own
         return port, measure(self._device, index, uuid)
-
-    def missing_kernels(self, shape: Any) -> tuple[str, ...]:
-        """Return the packages with kernels for a model's layers that cannot be imported here.
-
-        `shape` is the model's config.
-        """
-        from rayapp import model
-
-        self._note("building the model on the meta device")
-        lm = model.build(shape, loss=model.no_loss, attention="eager")
-        return tuple(model.missing_kernels(lm.hf))
 
     def together(
         self, address: str, rank: int, world: int, timeout_s: float, plan: Sequence[Sequence[Pair]]
@@ -177,7 +166,7 @@ def _under_load(function: Callable[[], object], uuid: str) -> tuple[float, tuple
 
     nvml.nvmlInit()
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         for _ in range(20):  # queued, so that the GPU is at work while NVML is asked
             function()
         clock = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))

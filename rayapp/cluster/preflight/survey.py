@@ -31,7 +31,7 @@ from rayapp.cluster.preflight.facts import (
 )
 from rayapp.cluster.preflight.group_worker import GroupMeasurement, GroupWorker, rounds
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
-from rayapp.config import Config, RunConfig
+from rayapp.config import RunConfig
 from rayapp.observe.attempts import reason_of
 from rayapp.storage import StorageError, open_storage
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     """Return all facts of the connected cluster."""
-    silences, started = list[Silence](), time.monotonic()
+    silences = list[Silence]()
     nodes = [
         NodeReport(
             entry["NodeID"],
@@ -56,15 +56,13 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         if entry["Alive"]
     ]
     nodes = _look(nodes, config.run.storage, timeout_s, silences)
-    looked = time.monotonic()
     kind = "GPU" if any(node.resources.get("GPU", 0) for node in nodes) else "CPU"
     kind = "CPU" if config.cluster.gpu == "false" else kind
     places = list[NodeReport]()
     for node in nodes:
         count = int(node.resources.get(kind, 0)) if node.facts is not None else 0
         places += [node] * (count if kind == "GPU" else min(count, 1))
-    shape, problem = _shape(config) if kind == "GPU" else (None, None)
-    ranks, reduced, links = _work(places, kind, shape, timeout_s, silences)
+    ranks, reduced, links = _work(places, kind, timeout_s, silences)
     return ClusterFacts(
         versions=versions(),
         backend="nccl" if kind == "GPU" else "gloo",
@@ -74,24 +72,7 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         all_reduce=reduced,
         links=tuple(links),
         silences=tuple(silences),
-        model_problem=problem,
-        seconds={
-            "nodes": round(looked - started, 2),
-            "workers": round(time.monotonic() - looked, 2),
-        },
     )
-
-
-def _shape(config: RunConfig) -> tuple[Any, str | None]:
-    """Return the config.json of a language model, or None and why it cannot be read."""
-    if not isinstance(config, Config):
-        return None, None
-    from rayapp import model
-
-    try:
-        return model.resolve(config.model.path, model.SHAPE_PATTERNS).config, None
-    except (ValueError, StorageError) as error:
-        return None, str(error)
 
 
 def _answers(
@@ -174,12 +155,11 @@ def _driver_file(url: str) -> Iterator[str]:
 
 
 def _work(
-    places: Sequence[NodeReport], kind: str, shape: Any, timeout_s: float, silences: list[Silence]
+    places: Sequence[NodeReport], kind: str, timeout_s: float, silences: list[Silence]
 ) -> tuple[list[Rank], AllReduce | None, list[Link]]:
     """Start a worker for each entry of `places`; measure devices, an all-reduce and links.
 
-    One worker of each node looks for the kernels of a model with the config `shape`. Workers that
-    do not start or cannot measure their device are left out of the group.
+    Workers that do not start or cannot measure their device are left out of the group.
     """
     need = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
     workers = [
@@ -196,13 +176,6 @@ def _work(
                 first = first or f"{node.address}:{port}"
                 ranks.append(Rank(len(ranks), node.id, speed))
                 group.append(worker)
-        if shape is not None:
-            nodes = {node.id: node for node in places}
-            firsts = {rank.node: rank.rank for rank in reversed(ranks)}  # the first of each node
-            looks = [(nodes[i], group[n].missing_kernels.remote(shape)) for i, n in firsts.items()]
-            found = _answers(looks, "looking for kernels", timeout_s, silences)
-            missing = dict(zip(firsts.values(), found, strict=True))
-            ranks = [replace(one, missing_kernels=missing.get(one.rank) or ()) for one in ranks]
         if len(group) < 2:
             return ranks, None, []
         lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
