@@ -60,7 +60,7 @@ def main() -> None:
                 command = [sys.executable, __file__, "--plan", str(data)]
                 command.append(f"--window_mib={asked.window_mib}")
                 print(f"{gb} GB in files of {file_mb} MB", flush=True)
-                own = {"PER_TOKEN": str(bytes_per_token)}
+                own = {"PER_TOKEN": str(bytes_per_token), "XDG_CACHE_HOME": str(folder / "cache")}
                 subprocess.run(command, check=True, env={**os.environ, **own})
         print("calls to the storage per million tokens prepared:", json.dumps(per_million))
 

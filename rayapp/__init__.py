@@ -14,12 +14,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.cluster.preflight.job import preflight as preflight
+    from rayapp.cluster.preflight import preflight as preflight
     from rayapp.config import Config as Config
     from rayapp.config import ConfigError as ConfigError
     from rayapp.config import RunConfig as RunConfig
     from rayapp.config import VisionConfig as VisionConfig
     from rayapp.config import load as load
+    from rayapp.driver.observe import Hook as Hook
     from rayapp.generation import generate as generate
     from rayapp.jobs import JobError as JobError
     from rayapp.jobs.find import job as job
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rayapp.jobs.handle import Job as Job
     from rayapp.jobs.handle import submit as submit
     from rayapp.jobs.results import Result as Result
-    from rayapp.observe.hooks import Hook as Hook
     from rayapp.observe.status import NoRun as NoRun
     from rayapp.observe.status import Progress as Progress
     from rayapp.planner import Answer as Answer
@@ -42,14 +42,14 @@ for _name in ("torchao", "torch.utils._pytree", "bitsandbytes", "botocore", "aio
 _HOMES = {
     name: module
     for module, names in {
-        "rayapp.cluster.preflight.job": "preflight",
+        "rayapp.cluster.preflight": "preflight",
         "rayapp.config": "Config ConfigError RunConfig VisionConfig load",
         "rayapp.generation": "generate",
         "rayapp.jobs": "JobError",
         "rayapp.jobs.find": "job runs",
         "rayapp.jobs.handle": "Job submit",
         "rayapp.jobs.results": "Result",
-        "rayapp.observe.hooks": "Hook",
+        "rayapp.driver.observe": "Hook",
         "rayapp.observe.status": "NoRun Progress",
         "rayapp.planner": "Answer",
         "rayapp.train.planning": "plan",
