@@ -190,7 +190,6 @@ def _cells(piece: Piece, cell: int) -> list[Piece]:
 
 
 def _groups(source: DataSource, entries: list[Entry], cell: int) -> Iterator[list[Entry]]:
-    """Yield the entries of each block."""
     versions = {file.name: file.version for file in source.files}
     held: list[Entry] = []
     size = 0

@@ -244,7 +244,8 @@ def _hidden(name: str) -> bool:
 
 def versions_of(storage: Readable, entries: Sequence[Entry]) -> list[str]:
     """Return the version of each local file: 16 hex digits."""
-    keeps = sum(map(_bytes_read, entries)) >= KEPT_BYTES
+    read = (e.size if e.size <= WHOLE_BYTES else 2 * END_BYTES for e in entries)
+    keeps = sum(read) >= KEPT_BYTES
     caches = open_storage(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rayapp"
     root = os.fsencode(os.path.realpath(storage.url))
     cache, began = f"versions-{blake2b(root, digest_size=8).hexdigest()}.json", time.time()
@@ -263,10 +264,6 @@ def versions_of(storage: Readable, entries: Sequence[Entry]) -> list[str]:
             caches.write(cache, KEPT.dump_json(kept | settled))
     kept |= found
     return [kept[entry.name][1] for entry in entries]
-
-
-def _bytes_read(entry: Entry) -> int:
-    return entry.size if entry.size <= WHOLE_BYTES else 2 * END_BYTES
 
 
 def _digest(storage: Readable, entry: Entry) -> str:
