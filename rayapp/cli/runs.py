@@ -171,12 +171,13 @@ def _of_cluster(address: str | None) -> list[dict[str, Any]]:
     """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import JobsClient
 
-    rows: list[dict[str, Any]] = []
-    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()).items():
-        row = _row(url, lambda url=url, id=info.submission_id: Job(url, address, id).snapshot()[:2])
-        if row is not None:
-            rows.append({**row, "job": info.submission_id})
-    return rows
+    def row(url: str, job: str) -> dict[str, Any] | None:
+        seen = _row(url, lambda: Job(url, address, job).snapshot()[:2])
+        return None if seen is None else {**seen, "job": job}
+
+    known = runs_of(JobsClient.at(address, check_version=False).jobs())
+    rows = (row(url, info.submission_id) for url, info in known.items())
+    return [each for each in rows if each is not None]
 
 
 def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:
