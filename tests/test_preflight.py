@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 import boto3
 import psutil
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -27,10 +29,12 @@ from nodes import Node, cluster, with_jobs
 from patience import PATIENCE_S
 from ports import free_port
 from processes import spawn
+from support.architectures import ARCHITECTURES
 
 from rayapp import __main__ as entry
 from rayapp.cluster.preflight import __main__ as command
 from rayapp.cluster.preflight import facts, group_worker, node_probe
+from rayapp.cluster.preflight import survey as surveying
 from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
     AllReduce,
@@ -45,7 +49,7 @@ from rayapp.cluster.preflight.facts import (
     Silence,
     Speed,
 )
-from rayapp.config import Config
+from rayapp.config import Config, load
 from rayapp.hardware import INSTANCES, Instance, instance
 from rayapp.jobs import SubmitOptions, prepare
 
@@ -314,6 +318,20 @@ def test_sockets_where_there_is_efa_fail() -> None:
     )  # its devices say it is there
 
 
+def test_a_node_without_kernels_for_the_models_layers_is_named() -> None:
+    known = healthy(2, instance("g5.12xlarge"))
+    ranks = list(known.ranks)
+    ranks[4] = replace(ranks[4], missing_kernels=("causal-conv1d", "mamba-ssm"))
+    found = assess(replace(known, ranks=tuple(ranks)), Requirements())
+    wanted = "Install causal-conv1d and mamba-ssm"
+    assert wanted in only(found, known.nodes[1].name, "no causal-conv1d and mamba-ssm").fix
+    unread = replace(known, model_problem="model.path=org/base cannot be fetched")
+    assert assess(unread, Requirements()) == []
+    assert "kernels: model.path=org/base cannot be fetched" in command.not_judged(
+        unread, Requirements()
+    )
+
+
 def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
     kind = instance("p5.48xlarge")
     known = healthy(3, kind)
@@ -565,6 +583,50 @@ def test_two_nodes_pass(head: Node, tmp_path: Path) -> None:
     assert seen["all_reduce"]["busbw"] > 1e6 and seen["all_reduce"]["wrong"] == 0
     assert all(rank["speed"]["flops"] > 1e8 for rank in seen["ranks"])
     assert not any(path.is_file() for path in (tmp_path / "runs").rglob("*"))
+
+
+@pytest.mark.full
+def test_workers_on_gpus_look_for_the_kernels_of_the_models_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real workers, on a GPU that Ray alone counts; one of the two packages can be imported."""
+
+    class OnCpu(group_worker.GroupWorker):
+        def __init__(self, gpu: bool) -> None:
+            assert gpu
+            super().__init__(gpu=False)
+
+    monkeypatch.setattr(surveying, "GroupWorker", OnCpu)
+    functions = "def causal_conv1d_fn(x): ...\ndef causal_conv1d_update(x): ...\n"
+    (tmp_path / "causal_conv1d.py").write_text(functions)
+    search = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    (hybrid,) = (each for each in ARCHITECTURES if each.kind == "Qwen3Next")
+    hybrid.config().save_pretrained(tmp_path / "hybrid")
+    (tmp_path / "empty").mkdir()
+    found = {}
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory() as temporary:  # short: Ray makes sockets below it
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=1,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": search}},
+            _temp_dir=temporary,
+        )
+        try:
+            for path in (str(tmp_path / "hybrid"), "tiny", str(tmp_path / "empty")):
+                fields = {"model.path": path, "run.storage": str(tmp_path / "runs")}
+                found[path] = surveying.survey(load(None, fields, Config), PATIENCE_S)
+        finally:
+            ray.shutdown()
+    first, others, unread = found.values()
+    assert [rank.missing_kernels for rank in first.ranks] == [("flash-linear-attention",)]
+    assert [rank.missing_kernels for rank in others.ranks] == [()] and not others.silences
+    assert first.model_problem is None and "has no config.json" in str(unread.model_problem)
 
 
 @pytest.mark.drill

@@ -114,6 +114,8 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
         notes.append(f"all-reduce: {why}")
     if len(facts.ranks) < 2:
         notes.append(f"all-reduce and links: {len(facts.ranks)} worker, nothing to measure")
+    if facts.model_problem:
+        notes.append(f"kernels: {facts.model_problem}")
     return notes
 
 

@@ -49,6 +49,7 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
         *_versions(facts),
         *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
+        *_kernels(facts),
         *network.efa(facts, required),
         *network.all_reduce(facts, required),
         *network.links(facts, required),
@@ -280,3 +281,17 @@ def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
         mark,
         "End what else runs there; if nothing does, replace the instance",
     )
+
+
+def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
+    """Report nodes on which PyTorch's code takes the place of kernels of the model's layers."""
+    for rank in facts.ranks:
+        if rank.missing_kernels:
+            named = " and ".join(rank.missing_kernels)
+            yield Finding(
+                facts.node(rank.node).name,
+                "the model's layers without attention have no kernels",
+                f"no {named}",
+                "what its GPU workers can import: PyTorch's own code takes many times as long",
+                f"Install {named} in the image of the nodes (docs/models.md)",
+            )

@@ -117,6 +117,8 @@ class Rank:
     network: str | None = None
     """Network that NCCL sends through, as `network_of` names it; None: not known."""
     nccl: str | None = None
+    missing_kernels: tuple[str, ...] = ()
+    """Packages for the model's layers that a GPU worker cannot import: of a node's first rank."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ class ClusterFacts:
     all_reduce: AllReduce | None = None
     links: tuple[Link, ...] = ()
     silences: tuple[Silence, ...] = ()
+    model_problem: str | None = None
+    """Why no node was asked for the kernels of the model's layers, if they were wanted."""
 
     def node(self, id: str) -> NodeReport:
         """Return the node with an id."""

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,6 +92,17 @@ class GroupWorker:
                 if device.uuid == own:
                     index, uuid = device.index, own
         return port, measure(self._device, index, uuid)
+
+    def missing_kernels(self, shape: Any) -> tuple[str, ...]:
+        """Return the packages with kernels for a model's layers that cannot be imported here.
+
+        `shape` is the model's config.
+        """
+        from rayapp import model
+
+        self._note("building the model on the meta device")
+        lm = model.build(shape, loss=model.no_loss, attention="eager")
+        return tuple(model.missing_kernels(lm.hf))
 
     def together(
         self, address: str, rank: int, world: int, timeout_s: float, plan: Sequence[Sequence[Pair]]

@@ -31,7 +31,7 @@ from rayapp.cluster.preflight.facts import (
 )
 from rayapp.cluster.preflight.group_worker import GroupMeasurement, GroupWorker, rounds
 from rayapp.cluster.preflight.node_probe import NodeProbe, versions
-from rayapp.config import RunConfig
+from rayapp.config import Config, RunConfig
 from rayapp.observe.attempts import reason_of
 from rayapp.storage import StorageError, open_storage
 
@@ -62,7 +62,8 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     for node in nodes:
         count = int(node.resources.get(kind, 0)) if node.facts is not None else 0
         places += [node] * (count if kind == "GPU" else min(count, 1))
-    ranks, reduced, links = _work(places, kind, timeout_s, silences)
+    shape, problem = _shape(config) if kind == "GPU" else (None, None)
+    ranks, reduced, links = _work(places, kind, shape, timeout_s, silences)
     return ClusterFacts(
         versions=versions(),
         backend="nccl" if kind == "GPU" else "gloo",
@@ -72,7 +73,20 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         all_reduce=reduced,
         links=tuple(links),
         silences=tuple(silences),
+        model_problem=problem,
     )
+
+
+def _shape(config: RunConfig) -> tuple[Any, str | None]:
+    """Return the config.json of a language model, or None and why it cannot be read."""
+    if not isinstance(config, Config):
+        return None, None
+    from rayapp import model
+
+    try:
+        return model.resolve(config.model.path, model.SHAPE_PATTERNS).config, None
+    except (ValueError, StorageError) as error:
+        return None, str(error)
 
 
 def _answers(
@@ -155,11 +169,12 @@ def _driver_file(url: str) -> Iterator[str]:
 
 
 def _work(
-    places: Sequence[NodeReport], kind: str, timeout_s: float, silences: list[Silence]
+    places: Sequence[NodeReport], kind: str, shape: Any, timeout_s: float, silences: list[Silence]
 ) -> tuple[list[Rank], AllReduce | None, list[Link]]:
     """Start a worker for each entry of `places`; measure devices, an all-reduce and links.
 
-    Workers that do not start or cannot measure their device are left out of the group.
+    One worker of each node looks for the kernels of a model with the config `shape`. Workers that
+    do not start or cannot measure their device are left out of the group.
     """
     need = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
     workers = [
@@ -176,6 +191,13 @@ def _work(
                 first = first or f"{node.address}:{port}"
                 ranks.append(Rank(len(ranks), node.id, speed))
                 group.append(worker)
+        if shape is not None:
+            nodes = {node.id: node for node in places}
+            firsts = {rank.node: rank.rank for rank in reversed(ranks)}  # the first of each node
+            looks = [(nodes[i], group[n].missing_kernels.remote(shape)) for i, n in firsts.items()]
+            found = _answers(looks, "looking for kernels", timeout_s, silences)
+            missing = dict(zip(firsts.values(), found, strict=True))
+            ranks = [replace(one, missing_kernels=missing.get(one.rank) or ()) for one in ranks]
         if len(group) < 2:
             return ranks, None, []
         lanes = {rank.node: [r.rank for r in ranks if r.node == rank.node] for rank in ranks}
