@@ -227,14 +227,14 @@ def only(findings: list[Finding], node: str, *words: str) -> Finding:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "67.1 MB", "33.3 GB")),
+    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "67.11 MB", "33.29 GB")),
     "a version": (
         {"versions": {**VERSIONS, "transformers": "4.57.1"}},
         ("transformers differs", "4.57.1", "5.23.0"),
     ),
-    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10.7 GB", "537 GB")),
+    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10.74 GB", "536.87 GB")),
     "open files": ({"open_files": 1024}, ("open files", "1,024", "4,096")),
-    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "65.5 kB")),
+    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "65.54 kB")),
     "a clock": ({"clock": ClockOffset(-7.0, 0.01)}, ("clock", "-7.0 s")),
     "storage": ({"probe": Probe(2**25, error="AccessDenied")}, ("run.storage", "AccessDenied")),
     "a folder of its own": ({"probe": Probe(2**25, 1, 1, shared=False)}, ("folder of its own",)),
@@ -639,7 +639,7 @@ def test_tiny_shared_memory_is_named(head: Node, tmp_path: Path) -> None:
     assert code == 1
     (finding,) = found["findings"]
     assert finding["node"] == newest(found)
-    assert "/dev/shm" in finding["what"] and finding["measured"] == "33.6 MB"
+    assert "/dev/shm" in finding["what"] and finding["measured"] == "33.55 MB"
 
 
 @pytest.mark.drill

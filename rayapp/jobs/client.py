@@ -79,7 +79,15 @@ def address_of(address: str | None = None) -> tuple[str, str]:
         ConfigError: it is no address of a Jobs API.
     """
     if address is not None:
-        return _with_scheme(address), "as asked"
+        if "://" in address and not address.startswith(("http://", "https://")):
+            raise ConfigError(
+                [
+                    f"address={address} is not an address of the Jobs API: rayapp calls it over "
+                    "HTTP. Set http://HOST:8265, the address of the cluster's dashboard"
+                ]
+            )
+        address = address if "://" in address else f"http://{address}"
+        return address.rstrip("/"), "as asked"
     with _environment:
         values = {name: os.environ.get(name, "") for name in VARIABLES}
     for name, value in values.items():
@@ -299,17 +307,6 @@ def _info(job: Any) -> JobInfo:
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,
     )
-
-
-def _with_scheme(address: str) -> str:
-    if "://" in address and not address.startswith(("http://", "https://")):
-        raise ConfigError(
-            [
-                f"address={address} is not an address of the Jobs API: rayapp calls it over HTTP. "
-                "Set http://HOST:8265, the address of the cluster's dashboard"
-            ]
-        )
-    return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 @contextmanager

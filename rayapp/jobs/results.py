@@ -108,34 +108,24 @@ class LiveSteps:
     def __init__(self, run: Storage, status: Callable[[], str], every_s: float) -> None:
         self._run, self._status, self._every_s = run, status, every_s
 
-    def _parts(self) -> Iterator[list[MetricsLine]]:
-        """Yield further lines; an empty list if there are none yet."""
+    def __iter__(self) -> Iterator[MetricsLine]:
         followed, done = Follower(self._run), 0
         while True:
             ended = self._status() in EXIT_CODES  # asked before the lines are read
             done = min(done, followed.poll())
             stop = min(len(followed.steps), done + STEPS_AT_ONCE)
             if stop > done:
-                yield followed.lines(done, stop)
+                yield from followed.lines(done, stop)
             elif ended:
                 return
             else:
-                yield []
+                time.sleep(self._every_s)
             done = stop
 
-    def __iter__(self) -> Iterator[MetricsLine]:
-        for lines in self._parts():
-            yield from lines
-            if not lines:
-                time.sleep(self._every_s)
-
     async def __aiter__(self) -> AsyncIterator[MetricsLine]:
-        parts = self._parts()
-        while (lines := await asyncio.to_thread(next, parts, None)) is not None:
-            for line in lines:
-                yield line
-            if not lines:
-                await asyncio.sleep(self._every_s)
+        steps = iter(self)
+        while (line := await asyncio.to_thread(next, steps, None)) is not None:
+            yield line
 
 
 def dataframe_of(run: Storage) -> pandas.DataFrame:
