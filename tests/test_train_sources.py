@@ -174,7 +174,7 @@ def test_the_value_of_ones_own_loss_is_shown(folder: Path) -> None:
     Path(specs[0].run_url, "config.yaml").write_text(specs[0].config.to_yaml())
     run = report.read(open_storage(specs[0].run_url))
     shown = {each.label: each.value for each in tables.headline(run)}
-    assert shown["doubled"] == words.fixed(run.recent("own_loss"), 4) != words.UNKNOWN
+    assert shown["doubled"] == words.formed(run.recent("own_loss"), ",.4f") != words.UNKNOWN
     charts = {each.id: each for each in charts_of([run])}
     assert charts["own-loss"].title == "train.loss, doubled" and "metric-0" in charts
 
@@ -368,8 +368,8 @@ def test_the_report_and_status_show_each_source(
             for line, count in zip(lines, counts, strict=True)
         ]
         assert counted == words.amount(sum(counts))
-        assert loss == words.fixed(sum(nats) / sum(counts) if sum(counts) else None, 4)
-        assert held_out == words.fixed(lines[1]["eval_loss_by_source"][name], 4)
+        assert loss == words.formed(sum(nats) / sum(counts) if sum(counts) else None, ",.4f")
+        assert held_out == words.formed(lines[1]["eval_loss_by_source"][name], ",.4f")
     now = statuses.read(run)
     told = figures.lines_below(now)
     words_name = str(folder / "words.txt")

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -129,10 +129,7 @@ def _known(held: HeldOut, names: Sequence[str]) -> list[str]:
 
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in words.TASK_HEAD:
-        side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
-        table.add_column(head, justify=side, no_wrap=True)
+    table = Table(*words.TASK_HEAD, box=SIMPLE_HEAD, pad_edge=False)
     for row in words.task_rows(results):
         table.add_row(*map(Text, row))
     console.print(table)

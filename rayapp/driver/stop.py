@@ -194,20 +194,25 @@ def budget_problems(
 
     `places` returns those of a running cluster's nodes, for a list in cluster.instance.
     """
-    each, least = config.alternatives(), config.cluster.min_workers
-    if config.run.max_usd is None or (places is not None and len(config.cluster.choices) < 2):
+    each, least, usd = config.alternatives(), config.cluster.min_workers, config.run.max_usd
+    if usd is None or (places is not None and len(config.cluster.choices) < 2):
         return []
     if places is not None:
-        why = f"no nodes for {least} workers say which of cluster.instance they are"
-        what = "Set the one that they are, or render the cluster from this config"
         known = machines(config, least, places())["usd_per_hour"] is not None
+        problem = (
+            f"run.max_usd={usd:g} is impossible: no nodes for {least} workers say which of "
+            "cluster.instance they are. Set the one that they are, or render the cluster from this "
+            "config"
+        )
     else:
-        why = "the price of the machines is not known"
+        known = all(machines(one, 1)["usd_per_hour"] for one in each)
         what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
         if len(each) > 1:
             what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
-        known = all(machines(one, 1)["usd_per_hour"] for one in each)
-    return [] if known else [f"run.max_usd={config.run.max_usd:g} is impossible: {why}. {what}"]
+        problem = (
+            f"run.max_usd={usd:g} is impossible: the price of the machines is not known. {what}"
+        )
+    return [] if known else [problem]
 
 
 def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:

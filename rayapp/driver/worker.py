@@ -40,7 +40,11 @@ def work(spec: AnySpec) -> Summary:
     Errors that all ranks raise together become a summary: `moved` if another attempt can go on,
     `failed` if it would meet the same error again. Other errors are raised.
     """
-    _name_in_logs(f"{spec.config.run.name}/rank-{dist.get_rank()}")
+    # Ray's log monitor then puts `(name pid=...)` before this process's lines, in place of the
+    # actor's class: Ray Train creates the actors without names and gives ranks only afterwards.
+    for stream in (sys.stdout, sys.stderr):
+        name = f"{spec.config.run.name}/rank-{dist.get_rank()}"
+        print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
     shard = ray.train.get_dataset_shard("train")
     rows = spec.steps(shard, dist.get_world_size())
     # Ray Data takes seconds to deliver its first block; meanwhile this thread builds the model.
@@ -81,16 +85,6 @@ def work(spec: AnySpec) -> Summary:
             if isinstance(error, BadLoss) and not error.finite:
                 gauges.bad_step()
             return {"status": FAILED, "reason": str(error)}
-
-
-def _name_in_logs(name: str) -> None:
-    """Have Ray put `(name pid=...)` before this process's lines, in place of the actor's class.
-
-    Ray Train creates the actors without names and gives ranks only afterwards; Ray's log monitor
-    takes the name from such a line.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        print(f"{LOG_PREFIX_ACTOR_NAME}{name}", file=stream, flush=True)
 
 
 def _first(rows: Future[Any], timeout_s: float | None) -> Any:

@@ -19,8 +19,8 @@ from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN, formed
 
 Format = Callable[[float | None], str]
-LOSS: Format = partial(words.fixed, decimals=4)
-WHOLE: Format = partial(words.fixed, decimals=0)
+LOSS: Format = partial(formed, form=",.4f")
+WHOLE: Format = partial(formed, form=",.0f")
 TIME: Format = lambda seconds: UNKNOWN if seconds is None else words.clock(seconds)  # noqa: E731
 
 # Label and format by the name of the figure in metrics.jsonl, result.json or plan.json.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -20,9 +20,7 @@ from rayapp.observe.activity import WAITING_FOR_ROOM
 from rayapp.observe.columns import OF_A_STEP, Array, Columns
 from rayapp.observe.records import Event, Interruption
 from rayapp.observe.run_folder import EVENTS, DamagedFile
-
-if TYPE_CHECKING:
-    from rayapp.storage import Storage
+from rayapp.storage import Storage
 
 STARTED = "started"  # a command began
 PHASE = "phase"  # it is in a phase that lasts, e.g. waits for room

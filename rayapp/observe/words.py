@@ -52,10 +52,6 @@ def formed(value: float | None, form: str, unit: str = "") -> str:
     return UNKNOWN if value is None else f"{value:{form}}{unit}"
 
 
-def fixed(value: float | None, decimals: int) -> str:
-    return formed(value, f",.{decimals}f")
-
-
 def amount(value: float | None) -> str:
     """Format a large count in short: with all digits below ten thousand, then as k, M, B or T.
 

@@ -260,16 +260,9 @@ def _step_time(run: ReportedRun) -> Chart:
     ]
     every, title = {"0": _points(run, columns, BUCKETS // 2)}, "Time of a step, by what took it"
     marks, axis = _planned(run, "step_s"), {TOKEN: "time of a step, s"}
-    top, note = _first_steps(run, whole)
+    top, note, first = None, "", np.diff(run.columns["attempt"], prepend=0.0) != 0
+    if not first.all() and whole[first].max() > 2 * whole[~first].max():
+        top, longest = float(whole[~first].max()), words.duration(float(whole[first].max()))
+        note = f"The first step of an attempt, {longest} at most, goes beyond the top of the chart."
     chart = Chart("step-time", title, "s", axis, lines, every, marks, top=top, note=note)
     return replace(chart, zero=True, wide=True)
-
-
-def _first_steps(run: ReportedRun, whole: Array) -> tuple[float | None, str]:
-    """Return the longest step but for the first of each attempt, and a note if those are longer."""
-    first = np.concatenate([[True], np.diff(run.columns["attempt"]) != 0])[: len(whole)]
-    if first.all() or whole[first].max() <= 2 * whole[~first].max():
-        return None, ""
-    longest = words.duration(float(whole[first].max()))
-    note = f"The first step of an attempt, {longest} at most, goes beyond the top of the chart."
-    return float(whole[~first].max()), note

@@ -292,7 +292,7 @@ def expert_row(layer: int, tokens: list[int]) -> list[str]:
         str(layer),
         f"expert {tokens.index(most)}",
         words.share(most / whole),
-        words.fixed(len(tokens) * most / whole, 2),
+        f"{len(tokens) * most / whole:,.2f}",
         f"{tokens.count(0)} of {len(tokens)}",
         "".join(BARS[(8 * count - 1) // most] if count else " " for count in tokens),
     ]
