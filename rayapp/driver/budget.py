@@ -45,6 +45,19 @@ def unknown_nodes(config: RunConfig, places: Callable[[], Sequence[Place]]) -> l
     ]
 
 
+def reached(
+    max_usd: float | None, max_hours: float | None, wall_s: float, usd: float | None, who: str
+) -> str | None:
+    """Return which budget is reached by these seconds and USD; None: none is."""
+    for name, limit, spent, unit in (
+        ("max_usd", max_usd, usd, "USD"),
+        ("max_hours", max_hours, wall_s / 3600.0, "hours"),
+    ):
+        if limit is not None and spent is not None and spent >= limit:
+            return f"{name}={limit:g} is reached: {who} taken {spent:.2f} {unit}"
+    return None
+
+
 class Budget:
     """What all commands of a run may spend together."""
 
@@ -70,14 +83,7 @@ class Budget:
     def _reached(self) -> str | None:
         if self._run.max_usd is None and self._run.max_hours is None:
             return None
-        wall_s, usd = self._journal.spent(self._clock.time())
-        for name, limit, spent, unit in (
-            ("max_usd", self._run.max_usd, usd, "USD"),
-            ("max_hours", self._run.max_hours, wall_s / 3600.0, "hours"),
-        ):
-            if limit is not None and spent is not None and spent >= limit:
-                return (
-                    f"run.{name}={limit:g} is reached: the run has taken {spent:.2f} {unit}. "
-                    f"The same command with a larger run.{name} goes on"
-                )
-        return None
+        spent = self._journal.spent(self._clock.time())
+        told = reached(self._run.max_usd, self._run.max_hours, *spent, "the run has")
+        more = told and f"The same command with a larger run.{told.partition('=')[0]} goes on"
+        return told and f"run.{told}. {more}"

@@ -29,6 +29,7 @@ from rayapp.storage import Storage
 POLL_S = 0.5
 LEAST_WAIT_S = 60.0
 SIGNALLED = b"signal\n"  # content of a STOP file that a driver has written itself
+TOLD = "sweep"  # content of a STOP file begins so where a sweep ends its trial, and says why
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("rayapp.driver")
@@ -89,6 +90,14 @@ class Stop:
         self._signalled.set()
         # In a thread: the caller may be in the middle of a request to the same storage.
         threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
+
+    def told(self) -> str | None:
+        """Return why a sweep has asked for the stop; None: nobody has told why."""
+        try:
+            reason = self._run.read(run_folder.STOP)
+        except FileNotFoundError:
+            return None
+        return reason.decode(errors="replace").strip() if reason.startswith(TOLD.encode()) else None
 
     def check(self) -> None:
         """Raise StopAsked if a stop was requested."""

@@ -1,0 +1,344 @@
+"""Run the trials of a sweep with Ray Tune under one budget, and compare them.
+
+    result = sweep("sweep.yaml", max_hours=2)       # what `rayapp sweep --json` prints
+
+A trial is an ordinary run. Its driver is an actor of Tune's that holds no CPU, so that workers find
+the room from which the number of trials at a time was counted. Whoever ends a trial (ASHA, the
+budget, a user) writes a STOP file into its folder, and the run saves a checkpoint. What a trial has
+done is read from its folder, so that the same sweep goes on after a kill.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas
+import yaml
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from rich.console import Console
+
+from rayapp import report
+from rayapp.config import ConfigError, load, reading
+from rayapp.config.text import Dumper
+from rayapp.data import tokens
+from rayapp.driver import placement
+from rayapp.driver.budget import budget_problems, reached
+from rayapp.driver.checks import same_run
+from rayapp.driver.heartbeat import Heartbeat
+from rayapp.driver.lease import held
+from rayapp.driver.output import captured
+from rayapp.driver.ray_session import connected, started_here, uses_gpus
+from rayapp.driver.ray_workers import ray_storage
+from rayapp.driver.stop import TOLD, Stop, StopAsked, watching
+from rayapp.finetune.auto import free_gib
+from rayapp.finetune.check import CheckedLanguageRun, check
+from rayapp.finetune.model_parts import model_shape
+from rayapp.finetune.prepared_run import finetune, order_of, prepare_beforehand
+from rayapp.finetune.sweep_config import Sweep, Trial, read, trials_of
+from rayapp.jobs import secrets
+from rayapp.jobs.ray_address import address_of
+from rayapp.observe import goodput, metrics
+from rayapp.observe.activity import Phases
+from rayapp.observe.columns import Columns
+from rayapp.observe.plain import Console as PlainConsole
+from rayapp.observe.run_folder import DONE, FAILED, RAY, STOP, STOPPED
+from rayapp.observe.status import NoRun, read_result, summary
+from rayapp.observe.words import UNKNOWN, clock, dollars, last_line
+from rayapp.storage import Storage, open_storage
+from rayapp.train.planning import forecast
+
+CONTROL, TUNE = ".sweep", ".tune"  # in the sweep's .ray; no trial has such a name
+ASHA = f"{STOPPED} (asha)"  # the state of a trial that ASHA has ended
+DRIVER_GIB = 1.0  # of a trial's driver, which imports torch and Ray
+HOLDS = {"memory": 2**20}  # Tune takes no empty request; each node has gigabytes of this resource
+
+logger = logging.getLogger("rayapp.driver")
+
+
+def sweep(
+    described: str | Mapping[str, Any], console: Console | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Run a sweep until its trials are done or its budget is spent; return what --json prints.
+
+    Raises:
+        ConfigError: it cannot run as described; no trial has been started.
+    """
+    wanted, phases = read(described, changes), Phases()
+    console = console or PlainConsole(force_jupyter=False)
+    with captured() as tail, Heartbeat(phases, console, tail):
+        secrets.load()
+        phases.begin("checking configs, model and data")
+        ready = _checked(wanted, trials := trials_of(wanted))
+        most = max((each.config for each in ready.values()), key=lambda c: c.cluster.max_workers)
+        root, address = open_storage(most.run.storage), address_of(most)
+        stop = Stop(control := root / RAY / CONTROL / wanted.name)
+        with held(control), stop.on_signal(console):
+            stop.forget_old()
+            running = Trials(wanted, trials, root, stop, console)
+            at_once = wanted.concurrency or 1 if address == "local" else 1
+            room = {"workers": str(at_once * most.cluster.max_workers)}
+            cluster = most.cluster.model_copy(update=room)
+            with connected(most.model_copy(update={"cluster": cluster}), address):
+                _run(running, ready, most, phases)
+        phases.begin("comparing the trials")
+        result = running.compared()
+        phases.begin("")
+    return result
+
+
+def _checked(wanted: Sweep, trials: Mapping[str, Trial]) -> dict[str, CheckedLanguageRun]:
+    """Check each trial as its run does; raise ConfigError with every problem."""
+    ready, problems = dict[str, CheckedLanguageRun](), list[str]()
+    for name, trial in trials.items():
+        budget = trial.config.run.model_copy(update={"max_usd": wanted.max_usd})
+        problems += budget_problems(trial.config.model_copy(update={"run": budget}))
+        try:
+            ready[name] = check(trial.config, None, 0)
+            same_run(ready[name].run, ready[name].config, settled=False)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError([*dict.fromkeys(problems)])
+    return ready
+
+
+class Trials(tune.Callback):
+    """The trials as they run: Tune's thread says which do, another asks them to stop."""
+
+    def __init__(
+        self, of: Sweep, trials: Mapping[str, Trial], root: Storage, stop: Stop, console: Console
+    ) -> None:
+        self.sweep, self.trials, self.root, self.stop, self.say = of, trials, root, stop, console
+        self.asked: dict[str, str] = {}
+        """Why a trial is to end."""
+        self.reason: str | None = None
+        """Why all are to end."""
+        self._live: dict[str, int] = {}  # the trials that run: commands that their runs had before
+        self._errors: dict[str, str] = {}
+        self._ended = {name: self._spent(name) for name in trials}
+
+    def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        run = self.root / (name := trial.config["trial"])
+        self._live[name] = len(goodput.commands(goodput.read_events(run)))
+
+    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        name = trial.config["trial"]
+        self._ended[name] = self._spent(name)
+        del self._live[name]
+        row, (spent_s, usd) = self.row(name), self.spent()
+        figure = UNKNOWN if row["figure"] is None else f"{row['figure']:.4f}"
+        told = f"{name} {row['state']}: {self.sweep.metric} {figure} at step {row['steps']}"
+        known = f"all trials took {spent_s:.0f} s, {dollars(usd)}"
+        self.say.print(f"{told}; {known}", highlight=False, soft_wrap=True)
+
+    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
+        self._errors[trial.config["trial"]] = last_line(trial.get_error())
+        self.on_trial_complete(iteration, trials, trial)
+
+    def spent(self) -> tuple[float, float | None]:
+        """Return the seconds and USD of all trials; USD is None if a price is not known."""
+        live = dict(self._live)
+        parts = [self._spent(n, live[n]) if n in live else s for n, s in self._ended.items()]
+        usd = [each for _, each in parts if each is not None]
+        return sum(each for each, _ in parts), sum(usd) if len(usd) == len(parts) else None
+
+    def _spent(self, name: str, before: int | None = None) -> tuple[float, float | None]:
+        """Return what a run has spent; `before` is given while its driver runs."""
+        events = goodput.read_events(run := self.root / name)
+        if before is None:
+            return goodput.spent(events, Columns.read(run, ("time",))["time"], None)
+        if len(goodput.commands(events)) <= before:  # it has not written its start yet
+            return self._ended[name]
+        return goodput.spent(events, np.empty(0), time.time())
+
+    def tend(self) -> None:
+        """Write a STOP file for each trial that is to end."""
+        limits = self.sweep.max_usd, self.sweep.max_hours
+        try:
+            if self.reason is None and (told := reached(*limits, *self.spent(), "its trials have")):
+                self.reason = f"{told}. The same command with a larger one goes on"
+                self.stop.ask()
+            if self.reason is None and self.stop.asked():
+                self.reason = "asked to stop. The same command goes on"
+            for name in list(self._live):
+                why, run = self.reason or self.asked.get(name), self.root / name
+                if why and not run.exists(STOP):
+                    run.write(STOP, f"{TOLD} {self.sweep.name}: {why}\n".encode())
+        except OSError as error:  # the next look is another chance
+            logger.warning("trials are not asked to stop: %s", error)
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return what is known of a trial from its folder."""
+        run, wanted, error = self.root / name, self.sweep, self._errors.get(name)
+        row = dict.fromkeys(("figure", "low", "high", "usd")) | {"steps": 0, "seconds": 0.0}
+        row |= {"trial": name, "parameters": self.trials[name].values, "run": run.url}
+        try:
+            now = summary(run)
+        except NoRun:
+            return row | {"state": FAILED if error else "not started", "reason": error}
+        by = re.match(rf"{TOLD} \S+: (\w+)", now.reason or "")
+        state = f"{STOPPED} ({by[1]})" if by and now.status == STOPPED else now.status
+        result = read_result(run)
+        known = map(wanted.figure, [result, *reversed(metrics.read(run))])
+        row["figure"] = next((value for value in known if value is not None), None)
+        if task := (result.get("tasks") or {}).get(wanted.task or ""):
+            row["figure"], row["low"], row["high"] = map(
+                task["after"].get, ("value", "low", "high")
+            )
+        spent = {"seconds": now.account.wall_s, "usd": now.account.cost_usd, "steps": now.step}
+        return row | spent | {"state": FAILED if error else state, "reason": error or now.reason}
+
+    def compared(self) -> dict[str, Any]:
+        """Return all trials with the best, and write the page that compares them."""
+        rows = [self.row(name) for name in sorted(self.trials, key=self._order)]
+        (seconds, usd), best, page = self.spent(), None, None
+        if known := [row for row in rows if row["figure"] is not None]:
+            wanted = self.sweep.best(self.trials[known[0]["trial"]].config)
+            sign = 1 if wanted == "min" else -1
+            best = min(known, key=lambda row: sign * row["figure"])
+            fields = self.trials[best["trial"]].config.to_overrides()
+            if best["state"] == DONE:
+                fields |= {"run.name": f"{best['trial'][:60]}-on", "model.init_from": best["run"]}
+            words = [f"--{field}={value}" for field, value in fields.items()]
+            best = best | {"command": shlex.join(["rayapp", "finetune", *words])}
+        if runs := [self.root / row["trial"] for row in rows if row["steps"]]:
+            page = report.compare(runs, f"{self.root.url}/sweep.html")
+        told = {"metric": self.sweep.metric, "seconds": seconds, "usd": usd, "reason": self.reason}
+        return {"sweep": self.root.url, **told, "trials": rows, "best": best, "page": page}
+
+    def _order(self, name: str) -> list[tuple[bool, Any]]:
+        values = self.trials[name].values.values()
+        return [(n := isinstance(v, int | float), v if n else str(v)) for v in values]
+
+
+class Asha(ASHAScheduler):
+    """ASHA that has a trial save and leave, where Tune would kill it."""
+
+    def __init__(self, trials: Trials, mode: str, first: int, steps: int) -> None:
+        figure = ("step", trials.sweep.metric, mode)
+        super().__init__(*figure, max(first, steps - 1), first, stop_last_trials=False)
+        self._trials = trials
+
+    def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        if super().on_trial_result(controller, trial, result) == self.STOP:
+            why = f"its {self._metric} at step {result['step']} is not among the best quarter"
+            self._trials.asked.setdefault(trial.config["trial"], f"asha: {why}")
+        return str(self.CONTINUE)
+
+
+def driver_of(trials: Trials, todo: Collection[str]) -> Callable[[dict[str, Any]], None]:
+    """Return the function of a trial's driver; trials beside `todo` only tell their figures."""
+    wanted, root, address = trials.sweep, trials.root.url, os.environ["RAY_ADDRESS"]
+    control = f"{root}/{RAY}/{CONTROL}/{wanted.name}"
+    configs = {name: trial.config.to_overrides() for name, trial in trials.trials.items()}
+
+    def trial(given: dict[str, Any]) -> None:
+        def tell(line: Mapping[str, Any]) -> None:
+            if (value := wanted.figure(line)) is not None:
+                tune.report({"step": line["step"], wanted.metric: value})
+
+        name = given["trial"]
+        if wanted.scheduler == "asha":  # what it has done before counts for others too
+            for line in metrics.read(open_storage(root) / name):
+                tell(line)
+        if name in todo and not open_storage(control).exists(STOP):
+            os.environ["RAY_ADDRESS"] = address
+            with open(os.devnull, "w", encoding="utf-8") as nowhere:  # the run keeps its log
+                finetune(load(None, configs[name]), PlainConsole(file=nowhere), on_step=tell)
+
+    return trial
+
+
+def _run(
+    trials: Trials, ready: Mapping[str, CheckedLanguageRun], most: Any, phases: Phases
+) -> None:
+    """Prepare the data of all trials, show what they would take, and have Tune run them."""
+    wanted, gpus = trials.sweep, uses_gpus(most)
+    over = {DONE, ASHA} if wanted.scheduler == "asha" else {DONE}
+    ended = [name for name in ready if trials.row(name)["state"] in over]
+    rows, gib, every = list[dict[str, Any]](), 0.0, 0
+    try:
+        for name, each in ready.items():  # one after the other: equal rows are made once
+            made = watching(lambda each=each: prepare_beforehand(each, phases), trials.stop.check)
+            steps = order_of(each.config.with_micro_batch(1), made).num_steps
+            ids = None if each.tokenizer is None else tokens.num_ids(each.tokenizer)
+            shape = model_shape(each.model, each.config, ids)
+            plan = forecast(each.config, shape, steps=steps, on_cpu=not gpus)
+            bands = (plan.hours, plan.cost_usd) if plan else (None, None)
+            hours, usd = (np.nan if band is None else band.value for band in bands)
+            gib = max(gib, plan.peak_gib.value if plan else 0.0)
+            every = max(every, steps)
+            rows.append({"trial": name, "steps": steps, "max_hours": hours, "max_usd": usd})
+    except StopAsked:
+        return
+    phases.begin("")
+    _show_plans(trials, rows)
+    todo = [name for name in ready if name not in ended]
+    fits = placement.free_workers(most) // most.cluster.max_workers
+    if started_here() and not gpus:
+        fits = min(fits, int(free_gib(False, 1) / (most.cluster.max_workers * gib + DRIVER_GIB)))
+    at_once = min(wanted.concurrency or max(1, fits), max(1, len(todo)))
+    trials.say.print(f"{len(todo)} of {len(ready)} trials to run, {at_once} at a time")
+    if not todo:
+        return
+    scheduler: Any = FIFOScheduler()
+    if wanted.scheduler == "asha":
+        scheduler = Asha(trials, wanted.best(most), most.eval.every_steps or 1, every)
+    else:
+        ended = []
+    filesystem, place = ray_storage(f"{trials.root.url}/{RAY}")
+    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
+    settings = {"name": TUNE, "storage_path": place, "storage_filesystem": filesystem}
+    tuner = tune.Tuner(
+        tune.with_resources(driver_of(trials, todo), HOLDS),
+        param_space={"trial": tune.grid_search([*ended, *todo])},
+        tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=at_once),
+        run_config=tune.RunConfig(**settings, callbacks=[trials], verbose=0),
+    )
+    watching(tuner.fit, trials.tend)
+
+
+def _show_plans(trials: Trials, rows: Sequence[dict[str, Any]]) -> None:
+    """Print what each trial and all of them take by the plan, and whether the budget is enough."""
+    total = {name: sum(row[name] for row in rows) for name in ("steps", "max_hours", "max_usd")}
+    named = {"max_hours": "hours", "max_usd": "USD"}
+    _show(trials.say, pandas.DataFrame([*rows, {"trial": "all", **total}]).rename(columns=named))
+    for limit in named:
+        most = getattr(trials.sweep, limit)
+        if most is not None and not total[limit] <= most:
+            plan = UNKNOWN if np.isnan(total[limit]) else f"{total[limit]:.3g}"
+            told = f"the plan of all trials is {plan} {named[limit]}. They save and stop then"
+            trials.say.print(f"{limit}={most:g} may end trials: {told}", soft_wrap=True)
+
+
+def _show(console: Console, table: pandas.DataFrame) -> None:
+    text = table.to_string(index=False, na_rep=UNKNOWN, float_format="{:.5g}".format)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_result(console: Console, result: Mapping[str, Any]) -> None:
+    """Print the table of a sweep, the best trial's config, and the command that goes on from it."""
+    names = {"figure": result["metric"], "low": "from", "high": "to"}
+    rows = [row | row["parameters"] for row in result["trials"]]
+    columns = ["trial", *rows[0]["parameters"], *names, "steps", "state", "run"]
+    table = pandas.DataFrame(rows, columns=columns).rename(columns=names)
+    _show(console, table.drop(columns=["from", "to"]) if table["from"].isna().all() else table)
+    lines = [f"{r['trial']}: {r['reason']}" for r in rows if r["state"] == FAILED]
+    lines += [f"all trials took {clock(result['seconds'])}, {dollars(result['usd'])}"]
+    lines += [result["reason"]] if result["reason"] else []
+    if best := result["best"]:
+        tree = dict[str, Any]()
+        for field, value in best["parameters"].items():
+            reading.put(tree, field, value, [])
+        lines += ["", f"the best is {best['trial']}:", "", yaml.dump(tree, Dumper=Dumper)]
+        lines += [best["command"], ""]
+    lines += [f"compared in {result['page']}"] if result["page"] else []
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
