@@ -7,7 +7,7 @@ import sys
 
 from rayapp.cli import documented
 from rayapp.config import arguments
-from rayapp.observe.run_folder import DONE, FAILED, LOST, Exit
+from rayapp.observe.run_folder import DONE, FAILED, Exit
 
 SWEEP = """rayapp sweep SWEEP.yaml [--option=value ...]
 
@@ -39,6 +39,6 @@ def sweep(argv: list[str]) -> int:
 
     print(json.dumps(result, indent=2)) if as_json else sweeping.show_result(console, result)
     states = {row["state"] for row in result["trials"]}
-    if states & {FAILED, LOST}:
+    if FAILED in states:
         return Exit.FAILED
     return Exit.DONE if states <= {DONE, sweeping.ASHA} else Exit.STOPPED

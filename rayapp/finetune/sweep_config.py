@@ -1,6 +1,4 @@
-"""The description of a sweep, and its trials: {name: Trial(values, config)}.
-
-    trials = trials_of(read("sweep.yaml", {"max_hours": "2"}))
+"""The description of a sweep, and its trials: {name: (values by config field, config)}.
 
 The values alone give a trial its name, so that the same sweep finds its trials again.
 """
@@ -9,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -19,18 +16,16 @@ from rayapp.config.fields import (
     NAME_PATTERN,
     OptionalFloat,
     OptionalInt,
-    OptionalStr,
     Section,
     Text,
+    mapping,
 )
-from rayapp.config.fields import mapping as mapping_of
 from rayapp.config.text import read_yaml, shown
 from rayapp.observe.metrics import figure
 from rayapp.order import fingerprint
 
-DIGITS = 4  # significant ones of a drawn number; they are in the trial's name
-MOST_NAME = 63
-FORMS = "a list, {min: 1e-5, max: 1e-2, scale: log} (or linear) or {choice: [a, b]}"
+Trials: TypeAlias = dict[str, tuple[dict[str, Any], Config]]
+FORMS = "Set a list, {min: 1e-5, max: 1e-2, scale: log} or {choice: [a, b]}"
 
 
 class Sweep(Section):
@@ -42,11 +37,11 @@ class Sweep(Section):
     """Name of the sweep and of the folder that contains its trials."""
     storage: Text = "runs"
     """Folder or s3://bucket/prefix that contains the sweep's folder; every node must reach it."""
-    config: Annotated[Text | dict[str, Any], BeforeValidator(mapping_of)]
+    config: Annotated[Text | dict[str, Any], BeforeValidator(mapping)]
     """Config of the trials: the path of a YAML file, or its sections."""
     parameters: dict[str, Any] = Field(min_length=1)
     """Values by config field: a list is a grid, all of which is tried; `{min: 1e-5, max: 1e-2,
-    scale: log}` and `{choice: [a, b]}` are drawn from."""
+    scale: log}` (or linear) and `{choice: [a, b]}` are drawn from."""
     trials: OptionalInt = Field(default=None, ge=1)
     """Number of draws; a grid is tried with each of them."""
     seed: int = Field(default=0, ge=0)
@@ -54,10 +49,9 @@ class Sweep(Section):
     scheduler: Literal["none", "asha"] = "none"
     """asha: ends trials that are not among the best quarter at an evaluation."""
     metric: str = Field(default="eval_loss", pattern=r"^(eval_loss|task\..+)$")
-    """Figure of an evaluation that trials are compared by: eval_loss, or task.NAME of a task of
-    eval.tasks."""
-    mode: OptionalStr = Field(default=None, pattern="^(min|max)$")
-    """The best figure is the min or the max; none: the least loss, the most right answers."""
+    """Figure that trials are compared by: eval_loss, or task.NAME for a task of eval.tasks."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether the least or the greatest figure is the best; auto: max for shares of answers."""
     max_usd: OptionalFloat = Field(default=None, gt=0)
     """Maximum cost in USD of all trials together; those that are not done then save and stop."""
     max_hours: OptionalFloat = Field(default=None, gt=0)
@@ -67,42 +61,37 @@ class Sweep(Section):
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
-        for field, values in self.parameters.items():
-            at = f"parameters.{field}={shown(values)}"
+        for field, given in self.parameters.items():
+            at = f"parameters.{field}={shown(given)}"
             if field in ("run.name", "run.storage"):
-                yield ("parameters",), f"{at} is not available: the sweep sets it. Remove it"
-            elif not _is_space(values):
-                yield ("parameters",), f"{at} is not valid: it must be values to try. Set {FORMS}"
-        drawn = any(isinstance(values, dict) for values in self.parameters.values())
+                yield (
+                    ("parameters",),
+                    f"{at} is not available: the sweep sets it. Remove it",
+                )
+            elif space_of(given) is None:
+                yield (
+                    ("parameters",),
+                    f"{at} is not valid: it names no values to try. {FORMS}",
+                )
+        drawn = any(isinstance(given, dict) for given in self.parameters.values())
         if drawn != (self.trials is not None):
-            why = "parameters are drawn. Set e.g. 8" if drawn else "a grid is tried once. Remove it"
-            at = f"trials={shown(self.trials)} is {'missing' if drawn else 'without effect'}"
-            yield ("trials", "parameters"), f"{at}: {why}"
+            why = "missing: parameters are drawn. Set 8" if drawn else "unused: nothing is drawn"
+            yield ("trials", "parameters"), f"trials={shown(self.trials)} is {why}"
 
     @property
-    def task(self) -> str | None:
-        """The task whose score is the metric."""
-        return self.metric.removeprefix("task.") if self.metric.startswith("task.") else None
+    def task(self) -> str:
+        """The task whose score is the metric; empty for eval_loss."""
+        return self.metric.partition("task.")[2]
 
     def best(self, config: Config) -> str:
         """Return which figure is the best: min or max."""
-        task = config.eval.tasks.get(self.task or "")
-        return self.mode or ("max" if task is not None and task.score != "loss" else "min")
+        right = self.task and config.eval.tasks[self.task].score != "loss"
+        return ("max" if right else "min") if self.mode == "auto" else self.mode
 
     def figure(self, evaluated: Mapping[str, Any]) -> float | None:
         """Return the metric of a line of metrics.jsonl, None if it has none."""
-        if self.task is None:
-            return figure(evaluated, self.metric)
-        return figure(evaluated.get("eval_metrics") or {}, self.task)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A run of a sweep."""
-
-    values: dict[str, Any]
-    """By config field."""
-    config: Config
+        values = (evaluated.get("eval_metrics") or {}) if self.task else evaluated
+        return figure(values, self.task or self.metric)
 
 
 def read(sweep: str | Mapping[str, Any], changes: Mapping[str, Any]) -> Sweep:
@@ -111,38 +100,40 @@ def read(sweep: str | Mapping[str, Any], changes: Mapping[str, Any]) -> Sweep:
     Raises:
         ConfigError: with every problem.
     """
-    tree, problems = read_yaml(sweep) if isinstance(sweep, str) else (dict(sweep), [])
+    tree, problems = read_yaml(sweep) if isinstance(sweep, str) else (sweep, [])
     if problems:
         raise ConfigError(problems)
     return cast(Sweep, reading.check(cast(Any, Sweep), {**tree, **changes}))
 
 
-def trials_of(sweep: Sweep) -> dict[str, Trial]:
-    """Return the trials by name, in the order in which they start.
-
-    A grid begins with its middle, so that a budget leaves out its ends.
+def trials_of(sweep: Sweep) -> Trials:
+    """Return the trials in the order in which they start.
 
     Raises:
         ConfigError: with every problem of their configs.
     """
-    found, problems = dict[str, Trial](), list[str]()
+    found, problems = Trials(), list[str]()
     for values in _drawn(sweep):
         name = name_of(values)
-        run = {"run.name": name, "run.storage": f"{sweep.storage.rstrip('/')}/{sweep.name}"}
+        run = {
+            "run.name": name,
+            "run.storage": f"{sweep.storage.rstrip('/')}/{sweep.name}",
+        }
         try:
-            found[name] = Trial(values, load(sweep.config, {**values, **run}, Config))
+            config = load(sweep.config, {**values, **run}, Config)
         except ConfigError as error:
             problems += error.problems
             continue
-        asked = found[name].config.eval
-        if sweep.task is not None and sweep.task not in asked.tasks:
-            why = f"eval.tasks has no such task. Set one of {', '.join(asked.tasks)} or eval_loss"
-            problems.append(f"metric={sweep.metric} is unknown: {why}")
-        if sweep.scheduler == "asha" and asked.every_steps is None:
+        found[name] = values, config
+        if sweep.task and sweep.task not in config.eval.tasks:
+            problems.append(
+                f"metric={sweep.metric} is unknown: eval.tasks has no such task. Add it"
+            )
+        if sweep.scheduler == "asha" and config.eval.every_steps is None:
             why = "trials are evaluated at their end only. Set eval.every_steps in its config"
             problems.append(f"scheduler=asha is without effect: {why}")
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError([*dict.fromkeys(problems)])
     return found
 
 
@@ -153,55 +144,54 @@ def name_of(values: Mapping[str, Any]) -> str:
     ('lr-0.003_lora-none', 'lr-1e-05')
     """
     short = [field.rpartition(".")[2] for field in values]
-    names = short if len({*short}) == len(short) else list(values)
+    names = short if len({*short}) == len(short) else values
     raw = "_".join(f"{n}-{shown(v)}" for n, v in zip(names, values.values(), strict=True))
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", raw)
-    if name == raw and len(name) <= MOST_NAME:
-        return name
-    return f"{name[: MOST_NAME - 9]}-{fingerprint(dict(values))[:8]}"
+    same = name == raw and len(name) < 64
+    return name if same else f"{name[:54]}-{fingerprint(dict(values))[:8]}"
 
 
-def _is_space(values: Any) -> bool:
-    """Say whether a parameter has one of FORMS."""
-    if isinstance(values, list | tuple):
-        return len(values) > 0
-    if not isinstance(values, dict) or values.keys() == {"choice"}:
-        return isinstance(values, dict) and isinstance(values["choice"], list) and values["choice"]
-    low, high, scale = values.get("min"), values.get("max"), values.get("scale", "linear")
-    numbers = all(type(each) in (int, float) for each in (low, high))
-    known = values.keys() <= {"min", "max", "scale"} and scale in ("linear", "log")
-    return numbers and known and -1e300 * (scale == "linear") < low < high < 1e300
+def space_of(given: Any) -> Any:
+    """Return Tune's search space of a parameter: places in a list, or numbers; None: no space."""
+    from ray import tune
+
+    match given:
+        case [_, *_]:
+            return tune.grid_search(list(range(len(given))))
+        case {"choice": [_, *_] as values} if len(given) == 1:
+            return tune.choice(list(range(len(values))))
+        case {"min": int() | float() as low, "max": int() | float() as high, **more}:
+            whole = isinstance(low, int) and isinstance(high, int)
+            log = more.pop("scale", "linear") == "log"
+            if low < high < 1e300 and (low > 0 or not log) and not more:
+                draw = ("log" if log else "") + ("randint" if whole else "uniform")
+                return getattr(tune, draw)(low, high + whole)
+    return None
 
 
 def _drawn(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield the values of each trial: variants of Ray Tune's search space.
+    """Yield the values of each trial: variants of Tune's search space.
 
-    The first draws are the same for any number of draws.
+    The first draws are the same for any number of draws. A grid begins with its middle, so that a
+    budget leaves out its ends. Drawn numbers have 4 digits, which their trial's name has too.
     """
     from numpy.random import RandomState
-    from ray import tune
     from ray.tune.search.variant_generator import generate_variants
 
-    spaces, listed, middle = dict[str, Any](), dict[str, Any](), dict[str, float]()
-    for field, given in sweep.parameters.items():
-        if isinstance(given, list | tuple) or "choice" in given:
-            values = listed[field] = given["choice"] if isinstance(given, dict) else given
-            places = list(range(len(values)))  # Tune has its own reading of mappings
-            spaces[field] = (tune.choice if isinstance(given, dict) else tune.grid_search)(places)
-            middle |= {} if isinstance(given, dict) else {field: (len(values) - 1) / 2}
-            continue
-        low, high, log = given["min"], given["max"], given.get("scale") == "log"
-        whole = isinstance(low, int) and isinstance(high, int)
-        draw = getattr(tune, ("log" if log else "") + ("randint" if whole else "uniform"))
-        spaces[field] = draw(low, high + whole)
+    drawn = {field: v for field, v in sweep.parameters.items() if isinstance(v, dict)}
+    grid = {field: v for field, v in sweep.parameters.items() if field not in drawn}
+    listed = grid | {field: v["choice"] for field, v in drawn.items() if "choice" in v}
     random = RandomState(sweep.seed)
 
     def value(field: str, drawn: Any) -> Any:
-        if field in listed:
-            return listed[field][drawn]
-        return float(f"{drawn:.{DIGITS}g}") if isinstance(drawn, float) else int(drawn)
+        number = float(f"{drawn:.4g}") if isinstance(drawn, float) else int(drawn)
+        return listed[field][drawn] if field in listed else number
+
+    def from_middle(variant: Mapping[str, Any]) -> float:
+        return sum(abs(variant[field] - (len(v) - 1) / 2) for field, v in grid.items())
 
     for _ in range(sweep.trials or 1):
-        variants = [spec for _, spec in generate_variants(dict(spaces), random_state=random)]
-        for each in sorted(variants, key=lambda v: sum(abs(v[f] - m) for f, m in middle.items())):
-            yield {field: value(field, each[field]) for field in spaces}
+        spaces = {field: space_of(given) for field, given in sweep.parameters.items()}
+        variants = [each for _, each in generate_variants(spaces, random_state=random)]
+        for each in sorted(variants, key=from_middle):
+            yield {field: value(field, each[field]) for field in sweep.parameters}

@@ -15,18 +15,19 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import pandas
 import yaml
 from ray import tune
+from ray.tune.progress_reporter import TrialProgressCallback
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from rich.console import Console
 
 from rayapp import report
-from rayapp.config import ConfigError, load, reading
+from rayapp.config import Config, ConfigError, load, reading
 from rayapp.config.text import Dumper
 from rayapp.data import tokens
 from rayapp.driver import placement
@@ -39,10 +40,10 @@ from rayapp.driver.ray_session import connected, started_here, uses_gpus
 from rayapp.driver.ray_workers import ray_storage
 from rayapp.driver.stop import TOLD, Stop, StopAsked, watching
 from rayapp.finetune.auto import free_gib
-from rayapp.finetune.check import CheckedLanguageRun, check
+from rayapp.finetune.check import CheckedLanguageRun, absolute, check
 from rayapp.finetune.model_parts import model_shape
 from rayapp.finetune.prepared_run import finetune, order_of, prepare_beforehand
-from rayapp.finetune.sweep_config import Sweep, Trial, read, trials_of
+from rayapp.finetune.sweep_config import Sweep, Trials, read, trials_of
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.observe import goodput, metrics
@@ -51,11 +52,10 @@ from rayapp.observe.columns import Columns
 from rayapp.observe.plain import Console as PlainConsole
 from rayapp.observe.run_folder import DONE, FAILED, RAY, STOP, STOPPED
 from rayapp.observe.status import NoRun, read_result, summary
-from rayapp.observe.words import UNKNOWN, clock, dollars, last_line
+from rayapp.observe.words import UNKNOWN
 from rayapp.storage import Storage, open_storage
 from rayapp.train.planning import forecast
 
-CONTROL, TUNE = ".sweep", ".tune"  # in the sweep's .ray; no trial has such a name
 ASHA = f"{STOPPED} (asha)"  # the state of a trial that ASHA has ended
 DRIVER_GIB = 1.0  # of a trial's driver, which imports torch and Ray
 HOLDS = {"memory": 2**20}  # Tune takes no empty request; each node has gigabytes of this resource
@@ -76,13 +76,15 @@ def sweep(
     with captured() as tail, Heartbeat(phases, console, tail):
         secrets.load()
         phases.begin("checking configs, model and data")
-        ready = _checked(wanted, trials := trials_of(wanted))
+        trials = {name: (v, absolute(config)) for name, (v, config) in trials_of(wanted).items()}
+        ready = _checked(wanted, trials)
         most = max((each.config for each in ready.values()), key=lambda c: c.cluster.max_workers)
         root, address = open_storage(most.run.storage), address_of(most)
-        stop = Stop(control := root / RAY / CONTROL / wanted.name)
+        control = root / RAY / ".sweep" / wanted.name  # no trial's name begins with a dot
+        stop = Stop(control)
         with held(control), stop.on_signal(console):
             stop.forget_old()
-            running = Trials(wanted, trials, root, stop, console)
+            running = Running(wanted, trials, root, stop, console)
             at_once = wanted.concurrency or 1 if address == "local" else 1
             room = {"workers": str(at_once * most.cluster.max_workers)}
             cluster = most.cluster.model_copy(update=room)
@@ -94,14 +96,14 @@ def sweep(
     return result
 
 
-def _checked(wanted: Sweep, trials: Mapping[str, Trial]) -> dict[str, CheckedLanguageRun]:
+def _checked(wanted: Sweep, trials: Trials) -> dict[str, CheckedLanguageRun]:
     """Check each trial as its run does; raise ConfigError with every problem."""
     ready, problems = dict[str, CheckedLanguageRun](), list[str]()
-    for name, trial in trials.items():
-        budget = trial.config.run.model_copy(update={"max_usd": wanted.max_usd})
-        problems += budget_problems(trial.config.model_copy(update={"run": budget}))
+    for name, (_, config) in trials.items():
+        budget = config.run.model_copy(update={"max_usd": wanted.max_usd})
+        problems += budget_problems(config.model_copy(update={"run": budget}))
         try:
-            ready[name] = check(trial.config, None, 0)
+            ready[name] = check(config, None, 0)
             same_run(ready[name].run, ready[name].config, settled=False)
         except ConfigError as error:
             problems += error.problems
@@ -110,11 +112,11 @@ def _checked(wanted: Sweep, trials: Mapping[str, Trial]) -> dict[str, CheckedLan
     return ready
 
 
-class Trials(tune.Callback):
+class Running(TrialProgressCallback):
     """The trials as they run: Tune's thread says which do, another asks them to stop."""
 
     def __init__(
-        self, of: Sweep, trials: Mapping[str, Trial], root: Storage, stop: Stop, console: Console
+        self, of: Sweep, trials: Trials, root: Storage, stop: Stop, console: Console
     ) -> None:
         self.sweep, self.trials, self.root, self.stop, self.say = of, trials, root, stop, console
         self.asked: dict[str, str] = {}
@@ -125,23 +127,28 @@ class Trials(tune.Callback):
         self._errors: dict[str, str] = {}
         self._ended = {name: self._spent(name) for name in trials}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune keeps it, to restore what a sweep reads from its folders
+
+    def on_trial_result(self, *_: Any, **__: Any) -> None:
+        pass
+
     def on_trial_start(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
         run = self.root / (name := trial.config["trial"])
         self._live[name] = len(goodput.commands(goodput.read_events(run)))
 
     def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
         name = trial.config["trial"]
+        if error := trial.get_pickled_error() or trial.get_error():
+            self._errors[name] = str(error).strip().splitlines()[-1]
         self._ended[name] = self._spent(name)
         del self._live[name]
-        row, (spent_s, usd) = self.row(name), self.spent()
+        row = self.row(name)
         figure = UNKNOWN if row["figure"] is None else f"{row['figure']:.4f}"
         told = f"{name} {row['state']}: {self.sweep.metric} {figure} at step {row['steps']}"
-        known = f"all trials took {spent_s:.0f} s, {dollars(usd)}"
-        self.say.print(f"{told}; {known}", highlight=False, soft_wrap=True)
+        self.say.print(f"{told}; {took(*self.spent())}", highlight=False, soft_wrap=True)
 
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-        self._errors[trial.config["trial"]] = last_line(trial.get_error())
-        self.on_trial_complete(iteration, trials, trial)
+    on_trial_error = on_trial_complete
 
     def spent(self) -> tuple[float, float | None]:
         """Return the seconds and USD of all trials; USD is None if a price is not known."""
@@ -177,68 +184,63 @@ class Trials(tune.Callback):
 
     def row(self, name: str) -> dict[str, Any]:
         """Return what is known of a trial from its folder."""
-        run, wanted, error = self.root / name, self.sweep, self._errors.get(name)
+        run, error, result = self.root / name, self._errors.get(name), read_result(self.root / name)
         row = dict.fromkeys(("figure", "low", "high", "usd")) | {"steps": 0, "seconds": 0.0}
-        row |= {"trial": name, "parameters": self.trials[name].values, "run": run.url}
+        row |= {"trial": name, "parameters": self.trials[name][0], "run": run.url}
         try:
             now = summary(run)
         except NoRun:
             return row | {"state": FAILED if error else "not started", "reason": error}
         by = re.match(rf"{TOLD} \S+: (\w+)", now.reason or "")
         state = f"{STOPPED} ({by[1]})" if by and now.status == STOPPED else now.status
-        result = read_result(run)
-        known = map(wanted.figure, [result, *reversed(metrics.read(run))])
+        known = map(self.sweep.figure, [result, *reversed(metrics.read(run))])
         row["figure"] = next((value for value in known if value is not None), None)
-        if task := (result.get("tasks") or {}).get(wanted.task or ""):
-            row["figure"], row["low"], row["high"] = map(
-                task["after"].get, ("value", "low", "high")
-            )
-        spent = {"seconds": now.account.wall_s, "usd": now.account.cost_usd, "steps": now.step}
-        return row | spent | {"state": FAILED if error else state, "reason": error or now.reason}
+        if task := (result.get("tasks") or {}).get(self.sweep.task):
+            after = task["after"]
+            row |= {"figure": after["value"], "low": after["low"], "high": after["high"]}
+        row |= {"seconds": now.account.wall_s, "usd": now.account.cost_usd, "steps": now.step}
+        return row | {"state": FAILED if error else state, "reason": error or now.reason}
 
     def compared(self) -> dict[str, Any]:
-        """Return all trials with the best, and write the page that compares them."""
-        rows = [self.row(name) for name in sorted(self.trials, key=self._order)]
+        """Return all trials, the best first, and write the page that compares them."""
+        config: Config = next(config for _, config in self.trials.values())
+        sign = 1.0 if self.sweep.best(config) == "min" else -1.0
+        rows = [self.row(name) for name in self.trials]
+        rows.sort(key=lambda row: np.inf if row["figure"] is None else sign * row["figure"])
         (seconds, usd), best, page = self.spent(), None, None
-        if known := [row for row in rows if row["figure"] is not None]:
-            wanted = self.sweep.best(self.trials[known[0]["trial"]].config)
-            sign = 1 if wanted == "min" else -1
-            best = min(known, key=lambda row: sign * row["figure"])
-            fields = self.trials[best["trial"]].config.to_overrides()
-            if best["state"] == DONE:
-                fields |= {"run.name": f"{best['trial'][:60]}-on", "model.init_from": best["run"]}
+        if rows[0]["figure"] is not None:
+            fields = self.trials[rows[0]["trial"]][1].to_overrides()
+            if rows[0]["state"] == DONE:
+                new = f"{rows[0]['trial'][:60]}-on"
+                fields |= {"run.name": new, "model.init_from": rows[0]["run"]}
             words = [f"--{field}={value}" for field, value in fields.items()]
-            best = best | {"command": shlex.join(["rayapp", "finetune", *words])}
+            best = rows[0] | {"command": shlex.join(["rayapp", "finetune", *words])}
         if runs := [self.root / row["trial"] for row in rows if row["steps"]]:
             page = report.compare(runs, f"{self.root.url}/sweep.html")
         told = {"metric": self.sweep.metric, "seconds": seconds, "usd": usd, "reason": self.reason}
         return {"sweep": self.root.url, **told, "trials": rows, "best": best, "page": page}
 
-    def _order(self, name: str) -> list[tuple[bool, Any]]:
-        values = self.trials[name].values.values()
-        return [(n := isinstance(v, int | float), v if n else str(v)) for v in values]
-
 
 class Asha(ASHAScheduler):
     """ASHA that has a trial save and leave, where Tune would kill it."""
 
-    def __init__(self, trials: Trials, mode: str, first: int, steps: int) -> None:
-        figure = ("step", trials.sweep.metric, mode)
+    def __init__(self, running: Running, mode: str, first: int, steps: int) -> None:
+        figure = ("step", running.sweep.metric, mode)
         super().__init__(*figure, max(first, steps - 1), first, stop_last_trials=False)
-        self._trials = trials
+        self._running = running
 
     def on_trial_result(self, controller: Any, trial: Any, result: dict[str, Any]) -> str:
         if super().on_trial_result(controller, trial, result) == self.STOP:
             why = f"its {self._metric} at step {result['step']} is not among the best quarter"
-            self._trials.asked.setdefault(trial.config["trial"], f"asha: {why}")
+            self._running.asked.setdefault(trial.config["trial"], f"asha: {why}")
         return str(self.CONTINUE)
 
 
-def driver_of(trials: Trials, todo: Collection[str]) -> Callable[[dict[str, Any]], None]:
+def driver_of(running: Running, todo: Collection[str]) -> Callable[[dict[str, Any]], None]:
     """Return the function of a trial's driver; trials beside `todo` only tell their figures."""
-    wanted, root, address = trials.sweep, trials.root.url, os.environ["RAY_ADDRESS"]
-    control = f"{root}/{RAY}/{CONTROL}/{wanted.name}"
-    configs = {name: trial.config.to_overrides() for name, trial in trials.trials.items()}
+    wanted, root, address = running.sweep, running.root.url, os.environ["RAY_ADDRESS"]
+    control = f"{root}/{RAY}/.sweep/{wanted.name}"
+    configs = {name: config.to_overrides() for name, (_, config) in running.trials.items()}
 
     def trial(given: dict[str, Any]) -> None:
         def tell(line: Mapping[str, Any]) -> None:
@@ -258,65 +260,76 @@ def driver_of(trials: Trials, todo: Collection[str]) -> Callable[[dict[str, Any]
 
 
 def _run(
-    trials: Trials, ready: Mapping[str, CheckedLanguageRun], most: Any, phases: Phases
+    running: Running, ready: Mapping[str, CheckedLanguageRun], most: Config, phases: Phases
 ) -> None:
     """Prepare the data of all trials, show what they would take, and have Tune run them."""
-    wanted, gpus = trials.sweep, uses_gpus(most)
-    over = {DONE, ASHA} if wanted.scheduler == "asha" else {DONE}
-    ended = [name for name in ready if trials.row(name)["state"] in over]
-    rows, gib, every = list[dict[str, Any]](), 0.0, 0
+    wanted, gpus, asha = running.sweep, uses_gpus(most), running.sweep.scheduler == "asha"
+    free, workers = placement.free_workers(most), most.cluster.max_workers
+    rows, gib = list[dict[str, Any]](), 0.0  # of a worker
     try:
         for name, each in ready.items():  # one after the other: equal rows are made once
-            made = watching(lambda each=each: prepare_beforehand(each, phases), trials.stop.check)
+            made = watching(lambda each=each: prepare_beforehand(each, phases), running.stop.check)  # type: ignore[misc]
+            if not (wanted.task or made.held_out):
+                why = "no data are held out. Set data.eval_fraction or data.eval_path in its config"
+                raise ConfigError([f"metric=eval_loss is without figures: {why}"])
             steps = order_of(each.config.with_micro_batch(1), made).num_steps
             ids = None if each.tokenizer is None else tokens.num_ids(each.tokenizer)
             shape = model_shape(each.model, each.config, ids)
             plan = forecast(each.config, shape, steps=steps, on_cpu=not gpus)
-            bands = (plan.hours, plan.cost_usd) if plan else (None, None)
-            hours, usd = (np.nan if band is None else band.value for band in bands)
+            bands = {"hours": plan and plan.hours, "USD": plan and plan.cost_usd}
+            known = {what: np.nan if band is None else band.value for what, band in bands.items()}
+            rows.append({"trial": name, "steps": steps, **known})
             gib = max(gib, plan.peak_gib.value if plan else 0.0)
-            every = max(every, steps)
-            rows.append({"trial": name, "steps": steps, "max_hours": hours, "max_usd": usd})
     except StopAsked:
         return
     phases.begin("")
-    _show_plans(trials, rows)
-    todo = [name for name in ready if name not in ended]
-    fits = placement.free_workers(most) // most.cluster.max_workers
-    if started_here() and not gpus:
-        fits = min(fits, int(free_gib(False, 1) / (most.cluster.max_workers * gib + DRIVER_GIB)))
-    at_once = min(wanted.concurrency or max(1, fits), max(1, len(todo)))
-    trials.say.print(f"{len(todo)} of {len(ready)} trials to run, {at_once} at a time")
+    table = pandas.DataFrame(rows)
+    total = table[["steps", "hours", "USD"]].sum(skipna=False)
+    _show(running.say, pandas.concat([table, pandas.DataFrame([{"trial": "all", **total}])]))
+    for limit, unit in (("max_usd", "USD"), ("max_hours", "hours")):
+        if (budget := getattr(wanted, limit)) is not None and not total[unit] <= budget:
+            told = f"{limit}={budget:g} may end trials early: the plan of all takes"
+            running.say.print(f"{told} {total[unit]:.3g} {unit}".replace(" nan ", " n/a "))
+    ended = {DONE, ASHA} if asha else {DONE}
+    over = [name for name in ready if running.row(name)["state"] in ended]
+    todo = [name for name in ready if name not in over]
+    free_memory_gib = free_gib(False, 1) if started_here() and not gpus else np.inf
+    at_once = wanted.concurrency or room(free, workers, free_memory_gib, gib)
+    running.say.print(f"{len(todo)} of {len(ready)} trials to run, at most {at_once} at a time")
     if not todo:
         return
     scheduler: Any = FIFOScheduler()
-    if wanted.scheduler == "asha":
-        scheduler = Asha(trials, wanted.best(most), most.eval.every_steps or 1, every)
-    else:
-        ended = []
-    filesystem, place = ray_storage(f"{trials.root.url}/{RAY}")
-    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_PRINT_ALL_TRIAL_ERRORS": "0"}
-    settings = {"name": TUNE, "storage_path": place, "storage_filesystem": filesystem}
+    if asha:
+        every, longest = most.eval.every_steps or 1, int(table["steps"].max())
+        scheduler = Asha(running, wanted.best(most), every, longest)
+    filesystem, place = ray_storage(f"{running.root.url}/{RAY}")
+    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # `Running` tells what happens
+    settings = {"name": ".tune", "storage_path": place, "storage_filesystem": filesystem}
     tuner = tune.Tuner(
-        tune.with_resources(driver_of(trials, todo), HOLDS),
-        param_space={"trial": tune.grid_search([*ended, *todo])},
+        tune.with_resources(driver_of(running, todo), HOLDS),
+        param_space={"trial": tune.grid_search([*(over if asha else ()), *todo])},
         tune_config=tune.TuneConfig(scheduler=scheduler, max_concurrent_trials=at_once),
-        run_config=tune.RunConfig(**settings, callbacks=[trials], verbose=0),
+        run_config=tune.RunConfig(**settings, callbacks=[running], verbose=0),
     )
-    watching(tuner.fit, trials.tend)
+    watching(tuner.fit, running.tend)
 
 
-def _show_plans(trials: Trials, rows: Sequence[dict[str, Any]]) -> None:
-    """Print what each trial and all of them take by the plan, and whether the budget is enough."""
-    total = {name: sum(row[name] for row in rows) for name in ("steps", "max_hours", "max_usd")}
-    named = {"max_hours": "hours", "max_usd": "USD"}
-    _show(trials.say, pandas.DataFrame([*rows, {"trial": "all", **total}]).rename(columns=named))
-    for limit in named:
-        most = getattr(trials.sweep, limit)
-        if most is not None and not total[limit] <= most:
-            plan = UNKNOWN if np.isnan(total[limit]) else f"{total[limit]:.3g}"
-            told = f"the plan of all trials is {plan} {named[limit]}. They save and stop then"
-            trials.say.print(f"{limit}={most:g} may end trials: {told}", soft_wrap=True)
+def room(free: int, workers: int, free_memory_gib: float, gib: float) -> int:
+    """Return how many trials fit at a time into the room for `free` workers; 1 waits for its own.
+
+    >>> room(7, 2, 64.0, 4.0), room(7, 2, 20.0, 4.0), room(1, 2, 64.0, 4.0)
+    (3, 2, 1)
+    """
+    by_memory = min(1e9, free_memory_gib) / (DRIVER_GIB + workers * gib)
+    return max(1, min(free // workers, int(by_memory)))
+
+
+def took(seconds: float, usd: float | None) -> str:
+    """Say what all trials have taken."""
+    return f"all trials took {seconds / 3600:.4f} hours" + (
+        "" if usd is None else f", {usd:.2f} USD"
+    )
 
 
 def _show(console: Console, table: pandas.DataFrame) -> None:
@@ -326,19 +339,17 @@ def _show(console: Console, table: pandas.DataFrame) -> None:
 
 def show_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the table of a sweep, the best trial's config, and the command that goes on from it."""
+    rows, best = [row | row["parameters"] for row in result["trials"]], result["best"]
     names = {"figure": result["metric"], "low": "from", "high": "to"}
-    rows = [row | row["parameters"] for row in result["trials"]]
     columns = ["trial", *rows[0]["parameters"], *names, "steps", "state", "run"]
     table = pandas.DataFrame(rows, columns=columns).rename(columns=names)
-    _show(console, table.drop(columns=["from", "to"]) if table["from"].isna().all() else table)
-    lines = [f"{r['trial']}: {r['reason']}" for r in rows if r["state"] == FAILED]
-    lines += [f"all trials took {clock(result['seconds'])}, {dollars(result['usd'])}"]
-    lines += [result["reason"]] if result["reason"] else []
-    if best := result["best"]:
+    _show(console, table.dropna(axis="columns", how="all"))
+    lines = [f"{row['trial']}: {row['reason']}" for row in rows if row["state"] == FAILED]
+    lines += [". ".join(filter(None, [took(result["seconds"], result["usd"]), result["reason"]]))]
+    if best is not None:
         tree = dict[str, Any]()
         for field, value in best["parameters"].items():
             reading.put(tree, field, value, [])
-        lines += ["", f"the best is {best['trial']}:", "", yaml.dump(tree, Dumper=Dumper)]
-        lines += [best["command"], ""]
-    lines += [f"compared in {result['page']}"] if result["page"] else []
+        lines += [f"the best is {best['trial']}:", "", yaml.dump(tree, Dumper=Dumper)]
+        lines += [best["command"], "", f"compared in {result['page']}"]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
