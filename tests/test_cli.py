@@ -324,6 +324,36 @@ def test_what_list_shows_of_an_ended_run_is_what_its_steps_say(
     assert short.account.wall_s == pytest.approx(long.account.wall_s)
 
 
+def test_a_list_has_chosen_fields_and_is_filtered_and_sorted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, lr, loss in (("a", 1e-3, 2.0), ("b", 1e-4, 1.5), ("c", 1e-3, None)):
+        folder = eventful(open_storage(str(tmp_path / name)))
+        ended: Any = {"status": "done", "steps": 600, "seconds": {}, "stall_s": None}
+        ended |= {"commit_s": None, "eval_loss": loss, "eval_metrics": {"dates": loss}}
+        result = result_of(folder.config, folder.run, ended, {}, read_events(folder.run))
+        folder.run.write(RESULT, json.dumps(result).encode())
+        folder.run.write("config.yaml", f"train: {{lr: {lr}}}\n".encode())
+        os.rename(folder.run.local_path() or "", tmp_path / f"run-{name}")
+
+    def listed(*options: str) -> list[dict[str, Any]]:
+        assert main(["list", f"--storage={tmp_path}", "--json", *options]) == Exit.DONE
+        found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+        return found
+
+    def names(*options: str) -> list[str]:
+        return [Path(row["run"]).name for row in listed(*options)]
+
+    assert names("--sort=eval_loss") == names("--sort=dates") == ["run-b", "run-a", "run-c"]
+    assert names("--sort=train.lr")[0] == "run-b"
+    assert set(names("--filter=train.lr=0.001")) == {"run-a", "run-c"}
+    assert names("--filter=eval_loss=1.5") == ["run-b"] and names("--filter=status=lost") == []
+    assert listed("--fields=train.lr,train.x")[0]["fields"].keys() == {"train.lr", "train.x"}
+    assert main(["list", f"--storage={tmp_path}", "--fields=train.lr"]) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "train.lr" in out and "0.0001" in out and "dates" in out and "held-out" in out
+
+
 def test_nobody_reads_on() -> None:
     call = f"{sys.executable} -m rayapp finetune --help | head -1"
     done = subprocess.run(call, shell=True, capture_output=True, text=True, cwd=ROOT)

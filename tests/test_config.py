@@ -43,8 +43,8 @@ SURFACE = {
     " betas z_loss label_smoothing router_loss grad_clip precision compile loss loss_chunk"
     " loss_kernel",
     "parallel": "strategy replicas activation_checkpointing activation_offload cpu_offload",
-    "checkpoint": "every_steps every_s keep asynchronous export",
-    "eval": "every_steps checkpoints prompts tasks metrics",
+    "checkpoint": "every_steps every_s keep best asynchronous export",
+    "eval": "every_steps checkpoints patience gate prompts tasks metrics",
     "cluster": "workers gpu instance usd_per_hour ignore_plan resources max_failures"
     " failure_window_s max_preemptions mtbf_hours idle_minutes collective_timeout_s address",
     "model.lora": "rank alpha rslora dora dropout targets target_parameters quantize merge",
@@ -314,7 +314,10 @@ def test_a_field_of_a_task_of_ones_own_name_is_told() -> None:
         ("trian.lr", "Did you mean train?"),
         ("chekpoint.keep", "Did you mean checkpoint?"),
         ("model.lora.rnk", "Did you mean model.lora.rank?"),
-        ("eval.zzzzz", "Set one of every_steps, checkpoints, prompts, tasks, metrics"),
+        (
+            "eval.zzzzz",
+            "Set one of every_steps, checkpoints, patience, gate, prompts, tasks, metrics",
+        ),
         ("zzzzz", "Set one of run, model, data, train, parallel, checkpoint, eval, cluster"),
     ],
 )
@@ -512,6 +515,7 @@ def test_every_other_field_makes_a_difference() -> None:
             "train.micro_batch",
         )
         others += ("train.on_spike", "train.spike_sigmas", "train.profile_steps")
+        others += ("eval.patience", "eval.gate")
         free = section in ("cluster", "checkpoint") or field in others
         assert bool(differences(old, new)) != free, field
 

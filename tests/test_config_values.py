@@ -46,6 +46,7 @@ WITH: dict[tuple[str, str], dict[str, str]] = {
     ("train.images_per_step", "1"): {"train.micro_batch": "1"},
     ("data.mixture", '{"stdlib": 5e-324}'): {"train.max_steps": "1"},
     ("parallel.replicas", "1"): {"parallel.strategy": "hybrid_shard"},
+    ("eval.patience", "1"): {"checkpoint.best": "eval_loss", "eval.every_steps": "1"},
 }
 NO_AREA = ("data.crop_scale", "0, 0")  # refused: both ends of a crop's area are 0
 

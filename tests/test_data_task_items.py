@@ -22,6 +22,7 @@ CHAT = {
         {"role": "assistant", "content": "four"},
     ]
 }
+SIX = {"role": "assistant", "content": "six"}
 PROMPT = {"prompt": "2 + 2 =", "completion": " 4"}
 
 
@@ -87,3 +88,47 @@ def test_an_answer_without_loss_is_refused(tmp_path: Path) -> None:
     silent = {"messages": [CHAT["messages"][1], {**CHAT["messages"][2], "weight": 0}]}
     found, problems = read_records("t", written(tmp_path, silent, CHAT))
     assert found is None and "unusable in 1 of" in problems[0]
+
+
+def test_choices_are_the_records_own_or_all_references(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    own = {**PROMPT, "choices": [" 5", " 4", " 22"]}
+    for records, texts in (
+        ([own, own], [" 5", " 4", " 22"]),
+        ([PROMPT, {**PROMPT, "completion": " 7"}], [" 4", " 7"]),
+        ([CHAT, {"messages": [*CHAT["messages"][:-1], SIX]}], ["four", "six"]),
+    ):
+        task = written(tmp_path, *records).model_copy(update={"score": "choice"})
+        found, problems = read_records("t", task)
+        assert found is not None and not problems
+        made, problems = items_of(found, Renderer(tokenizer, found.kind))
+        assert made is not None and not problems
+        for item in made.items:
+            assert [choice.wanted for choice in item.choices] == texts
+            assert {choice.prompt for choice in item.choices} == {item.prompt}
+            mine = next(choice for choice in item.choices if choice.wanted == item.wanted)
+            assert mine.answer == item.answer
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([PROMPT, PROMPT], "has 1 answers to choose from, not 2 to 64"),
+        ([{**PROMPT, "choices": [" 5", " 6"]}], "reference that is none of its choices"),
+    ],
+)
+def test_choices_that_are_none_are_refused(
+    records: list[Any], problem: str, tmp_path: Path
+) -> None:
+    task = written(tmp_path, *records).model_copy(update={"score": "choice"})
+    found, problems = read_records("t", task)
+    assert found is None and problem in problems[0]
+
+
+def test_the_loss_of_texts_is_that_of_all_their_tokens(tmp_path: Path) -> None:
+    task = written(tmp_path, {"text": "abc"}).model_copy(update={"score": "loss"})
+    found, _ = read_records("t", task)
+    assert found is not None
+    made, _ = items_of(found, Renderer(byte_tokenizer(), found.kind))
+    assert made is not None and byte_tokenizer().decode(made.items[0].answer) == "abc<|endoftext|>"
+    assert made.items[0].prompt == ()

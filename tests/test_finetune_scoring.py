@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import processes
@@ -16,11 +18,14 @@ import torch.nn.functional as F
 from test_train_loop import config_of, inputs, spec_of, worker  # noqa: F401  a fixture
 from transformers import AutoModelForCausalLM
 
+from rayapp.config import load
+from rayapp.config.code import code_in
 from rayapp.config.tasks import EvalTask
 from rayapp.data.task_items import Item, TaskItems
 from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import scoring as tasks
+from rayapp.finetune.code_check import code_digests
 from rayapp.finetune.scoring import compared, estimate, estimated_loss, is_right
 from rayapp.observe.run_folder import items_file
 from rayapp.storage import open_storage
@@ -49,6 +54,33 @@ CASES = [
 ]
 
 
+def test_a_function_of_yours_judges_and_one_that_raises_leaves_its_task_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "judges.py").write_text(
+        "def longer(said, wanted):\n    return len(said) > len(wanted)\n\n"
+        "def broken(said, wanted):\n    return said[7]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "judges", raising=False)
+    assert is_right("judges:longer", "abc", "ab") and not is_right("judges:longer", "a", "ab")
+    config = load(None, {"eval.tasks": {"t": {"path": "t.jsonl", "score": "judges:longer"}}})
+    assert code_in(config.model_dump()) == [("eval.tasks.t.score", "judges:longer")]
+    problems = list[str]()
+    code_digests(config, open_storage(str(tmp_path)), problems)
+    assert problems == []
+    other = load(None, {"eval.tasks": {"t": {"path": "t.jsonl", "score": "judges:absent"}}})
+    code_digests(other, open_storage(str(tmp_path)), problems)
+    assert "eval.tasks.t.score=judges:absent cannot be imported" in problems[0]
+    monkeypatch.setattr(tasks, "generated", lambda *_, **__: ["a word or two", "short"])
+    engine: Any = SimpleNamespace(device=None, control=None, interruptible=False)
+    items = (Item("q", "a", (1,), (2,)),) * 2
+    task = TaskItems("t", EvalTask(path="x", score="judges:broken"), items)
+    assert tasks._answers(task, cast(Any, None), engine, 8, stops=()) == []
+    assert "eval.tasks.t.score=judges:broken has raised on the answer 'short'" in caplog.text
+
+
 def items_for(folder: Path, score: str) -> TaskItems:
     """Return questions of several lengths; one answer is what the untrained model gives."""
     tokenizer = load_tokenizer(str(folder / "model"))
@@ -57,6 +89,19 @@ def items_for(folder: Path, score: str) -> TaskItems:
         asked, wanted = f"Line {number * 7 ** (number % 4)}:", f" {'abc'[number % 3]} says"
         ids = (tokenizer(text)["input_ids"] for text in (asked, wanted))
         made.append(Item(asked, wanted, *map(tuple, ids)))
+    if score == "choice":
+        answers = [
+            (f" {letter} says", tokenizer(f" {letter} says")["input_ids"]) for letter in "abc"
+        ]
+        made = [
+            replace(
+                item,
+                choices=tuple(
+                    replace(item, wanted=text, answer=tuple(ids)) for text, ids in answers
+                ),
+            )
+            for item in made
+        ]
     return TaskItems(score, EvalTask(path="x", score=score, max_tokens=8), tuple(made))
 
 
@@ -66,7 +111,7 @@ def scored(folder: Path, name: str, world: int) -> tuple[Path, Any]:
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every_steps": 4})})
     spec = replace(
         spec_of(config, folder, STEPS),
-        tasks=(items_for(folder, "regex"), items_for(folder, "loss")),
+        tasks=tuple(items_for(folder, score) for score in ("regex", "loss", "choice")),
     )
     rendezvous, summary = str(folder / f"{name}-{os.urandom(4).hex()}"), folder / f"{name}.json"
     processes.spawn(worker, world, rendezvous, spec, str(summary), False)
@@ -86,7 +131,7 @@ def test_answers_and_losses_are_the_same_at_any_number_of_workers(
             [json.loads(line) for line in (run / items_file(step)).read_text().splitlines()]
             for run, _ in done.values()
         )
-        assert len(one) == 2 * COUNT
+        assert len(one) == 3 * COUNT
         assert [item.get("answer") for item in one] == [item.get("answer") for item in two]
         losses = [[item["nats"] for item in each if "nats" in item] for each in (one, two)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -102,7 +147,7 @@ def test_scores_are_what_transformers_computes(
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         lines = [json.loads(line) for line in (run / items_file(step)).read_text().splitlines()]
         for item, answered, lost in zip(
-            items_for(inputs, "loss").items, lines[:COUNT], lines[COUNT:], strict=True
+            items_for(inputs, "loss").items, lines[:COUNT], lines[COUNT : 2 * COUNT], strict=True
         ):
             ids = torch.tensor([[*item.prompt, *item.answer]])
             with torch.no_grad():
@@ -116,6 +161,17 @@ def test_scores_are_what_transformers_computes(
                 told[0, len(item.prompt) :], skip_special_tokens=True
             )
             assert answered["answer"] == text
+        for item, chosen in zip(items_for(inputs, "choice").items, lines[2 * COUNT :], strict=True):
+            losses = {}
+            for choice in item.choices:
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*choice.prompt, *choice.answer]])).logits[0]
+                told = logits[len(choice.prompt) - 1 : -1]
+                losses[choice.wanted] = F.cross_entropy(
+                    told, torch.tensor(choice.answer), reduction="sum"
+                )
+            assert chosen["answer"] == min(losses, key=lambda each: float(losses[each]))
+            assert chosen["right"] == (chosen["answer"] == item.wanted)
     before, after = (summary["tasks"]["loss"][when] for when in ("before", "after"))
     assert after["value"] < before["value"] and before["low"] < before["value"] < before["high"]
     assert summary["eval_metrics"]["loss"] == after["value"]
@@ -127,7 +183,7 @@ def test_the_figures_are_in_the_metrics_of_each_evaluation(
     run, summary = done[1]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = {line["step"]: line["eval_metrics"] for line in lines if line["eval_metrics"]}
-    assert [*told] == [4] and told[4].keys() == {"regex", "loss"}
+    assert [*told] == [4] and told[4].keys() == {"regex", "loss", "choice"}
     right = summary["tasks"]["regex"]
     assert right["items"] == COUNT and len(right["shown"]) == 6
     assert {item["wanted"] for item in right["shown"]} == {" a says", " b says", " c says"}

@@ -7,39 +7,62 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from rayapp.cli.jobs import WHERE, command, handle_of, or_none
 from rayapp.config import Run, arguments
+from rayapp.config.fields import comma_list
+from rayapp.config.text import shown
 from rayapp.jobs.find import UNREADABLE, local_storage, reason_of
 from rayapp.jobs.handle import Job
 from rayapp.jobs.remote import runs_of
-from rayapp.observe.figures import FIGURES, figures
+from rayapp.observe.figures import FIGURES, figures, label
 from rayapp.observe.metrics import OWN_LOSS
-from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun, Progress, summary
-from rayapp.observe.words import UNKNOWN, clock
+from rayapp.observe.run_folder import EXIT_CODES, DamagedFile, Exit
+from rayapp.observe.status import NoRun, Progress, read_sections, summary
+from rayapp.observe.words import UNKNOWN, clock, moment
 from rayapp.storage import Storage, StorageError, open_storage
 
 BEGIN = "Start one: rayapp finetune tiny_cpu. Find others by --storage=URL or --address=URL"
 AWS_SETTINGS = os.path.expanduser("~/.aws/config")
+WIDEST = 1000  # columns of characters
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
 
-@command("rayapp list [--storage=URL | --address=URL] [--json]")
+LIST = """\
+rayapp list [--storage=URL | --address=URL] [--fields=A,B] [--filter=N=V] [--sort=NAME] [--json]
+
+  --fields=A,B   columns with these fields of each run's config, e.g. train.lr,model.path
+  --filter=N=V   only the runs with this value of a field, a figure or a name of --json
+  --sort=NAME    by a field, a figure (eval_loss, a task) or a name of --json; what lacks it last
+"""
+
+
+@command(LIST)
 def runs(argv: list[str]) -> int:
     """List the runs of a folder or of a cluster; without either, those in `runs` if it is there."""
     argv = arguments.flags(argv, {"json"})
-    _, asked = arguments.read_plain(argv, "", {**WHERE, "json": "false"})
+    more = {"json": "false", "fields": "", "filter": "", "sort": ""}
+    _, asked = arguments.read_plain(argv, "", {**WHERE, **more})
     rows, where = _listed(or_none(asked["storage"]), or_none(asked["address"]))
+    chosen, (name, _, wanted) = comma_list(asked["fields"]), asked["filter"].partition("=")
+    if fields := {each for each in (*chosen, name, asked["sort"]) if "." in each}:
+        for row in rows:
+            row["fields"] = _fields(row["run"], sorted(fields))
+    if name:
+        rows = [row for row in rows if shown(_value(row, name)) == wanted]
+    if asked["sort"]:
+        values = [(_value(row, asked["sort"]), row) for row in rows]
+        values.sort(key=lambda each: (each[0] is None, isinstance(each[0], str), each[0] or 0))
+        rows = [row for _, row in values]
     if asked["json"] == "true":
         print(json.dumps(rows, indent=2))
         return Exit.DONE
     if not rows:
         print(f"no runs in {where}. {BEGIN}")
     else:
-        _show(rows)
+        _show(rows, chosen)
     for line in _idle():
         print(line)
     return Exit.DONE
@@ -65,7 +88,26 @@ def _listed(storage: str | None, address: str | None) -> tuple[list[dict[str, An
         return [], f"{os.getcwd()}/{Run().storage}, and no cluster at {cluster}"
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
+def _fields(url: str, names: list[str]) -> dict[str, Any]:
+    """Return values of a run's config.yaml by field; none of a run that cannot be read."""
+    try:
+        sections: Any = read_sections(open_storage(url)) or {}
+    except (StorageError, DamagedFile, ValueError):
+        return {}
+    each = ((name, name.split(".")) for name in names)
+    return {
+        name: reduce(lambda at, key: (at or {}).get(key), keys, sections) for name, keys in each
+    }
+
+
+def _value(row: dict[str, Any], name: str) -> Any:
+    """Return a value of a listed run by the name of a field, a figure or a value; None without."""
+    held = row.get("held_out") or {}
+    places = (row.get("fields"), held.get("eval_metrics"), held, row, row.get("line"))
+    return next((place[name] for place in places if place and place.get(name) is not None), None)
+
+
+def _show(rows: list[dict[str, Any]], fields: list[str]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -74,20 +116,25 @@ def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     every = dict.fromkeys(name for row in rows for name in row["figures"])
     usual = {"step", *(shown for name, (shown, _) in FIGURES.items() if name != OWN_LOSS)}
+    usual -= {label("eval_loss"), label("eval_top1")}
     names = ["step", "loss", *(name for name in every if name not in usual), "cost"]
-    for name in ("run", "status", *names, "seen", "by"):
-        table.add_column(name, no_wrap=name in ("run", "status", "seen"))
+    costs = {row["figures"].get("cost", UNKNOWN) for row in rows}
+    names = [name for name in names if name != "cost" or costs != {UNKNOWN}]
+    for name in ("run", "status", *names, *fields, "started", "seen", "by"):
+        table.add_column(name.removesuffix(" loss"), no_wrap=True)
     for row in rows:
         seen = row["updated_s"]
         cells = (
             row["run"].rpartition("/")[2],
             row["status"],
             *(row["figures"].get(name, UNKNOWN) for name in names),
+            *(shown(row["fields"].get(name)) for name in fields),
+            moment(row["started_s"])[5:10],
             UNKNOWN if seen is None else f"{clock(max(0.0, time.time() - seen))} ago",
             " ".join(filter(None, (row["user"], row["commit"]))),
         )
         table.add_row(*map(Text, cells))
-    Console().print(table)
+    Console(width=WIDEST).print(table)  # a terminal wraps what is wider than it
     for folder in dict.fromkeys(row["run"].rpartition("/")[0] for row in rows):
         print(f"in {folder}")
     for row in rows:
@@ -185,15 +232,17 @@ def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
     """Return what --json prints of a run; the second half is there once it has begun."""
     values: dict[str, Any] = {"run": url, "status": state}
     if now is None:
-        empty = dict.fromkeys(("job", "updated_s", "reason", "user", "commit"))
+        empty = dict.fromkeys(("job", "started_s", "updated_s", "reason", "user", "commit"))
         return values | empty | {"figures": {}}
     return values | {
         "job": None,
+        "started_s": now.started_s,
         "updated_s": now.updated_s,
         "reason": now.reason,
         "user": now.user,
         "commit": now.commit,
         "figures": figures(now),
+        "held_out": now.held_out,
         "step": now.step,
         "num_steps": now.num_steps,
         "left_s": now.left_s,

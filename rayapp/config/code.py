@@ -37,6 +37,9 @@ def code_in(sections: Mapping[str, Any]) -> list[tuple[str, str]]:
         value = sections.get(section, {}).get(name) or ()
         names = [value] if isinstance(value, str) else value
         found += [(field, each) for each in names if ":" in each]  # a known format has none
+    for task, values in (sections.get("eval", {}).get("tasks") or {}).items():
+        score = values.get("score", "") if isinstance(values, Mapping) else ""
+        found += [(f"eval.tasks.{task}.score", score)] if ":" in score else []
     return found
 
 

@@ -238,6 +238,12 @@ class Config(RunConfig):
             update={"train": self.train.model_copy(update={"micro_batch": size})}
         )
 
+    @property
+    def evaluated(self) -> dict[str, bool]:
+        """The figures of an evaluation by name, each with whether a higher one is better."""
+        tasks = self.eval.tasks.items()
+        return super().evaluated | {name: task.score != "loss" for name, task in tasks}
+
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""
         yield from super().conflicts()

@@ -25,6 +25,7 @@ from rayapp.config.fields import (
     mapping,
     yaml_or,
 )
+from rayapp.config.tasks import Condition, Gate
 from rayapp.config.text import Dumper, shown
 
 
@@ -54,6 +55,9 @@ class Checkpoint(Section):
     """Seconds between checkpoints; none: only every_steps counts."""
     keep: int = Field(default=2, ge=1)
     """Number of committed checkpoints to keep; older ones are deleted after the next commit."""
+    best: OptionalStr = None
+    """A figure of the evaluations, eval_loss or a task: a checkpoint of the best evaluation is
+    saved, kept beside `keep`, and exported at the end. none: the last step is exported."""
     asynchronous: bool = True
     """Copy and upload a checkpoint in the background while the next steps run."""
     export: bool = True
@@ -65,6 +69,18 @@ class Eval(Section):
     """Steps between evaluations on the held-out data; none: evaluate only at the end."""
     checkpoints: bool = False
     """Evaluate committed checkpoints during training, if resources for one more worker are free."""
+    patience: OptionalInt = Field(default=None, ge=1)
+    """Number of evaluations in a row without a new best (`checkpoint.best`) after which the run
+    ends; none: it does all its steps."""
+    gate: Gate = ()
+    """List of conditions on the figures of the exported model, e.g. `[dates >= 0.9, eval_loss <=
+    base + 0.1]`; base: the figure before the first step. If one is not met, the run is rejected:
+    it ends with exit code 4 and exports nothing."""
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What `gate` says."""
+        return tuple(map(Condition.parse, self.gate))
 
 
 class Cluster(Section):
@@ -159,6 +175,7 @@ class RunConfig(Section):
     """Fields that may name files of this machine."""
     RESUME_SAFE: ClassVar[tuple[str, ...]] = (
         *("data.workers", "train.on_spike", "train.spike_sigmas", "train.profile_steps"),
+        *("eval.patience", "eval.gate"),
     )
     """Fields that may change between two commands that are the same run, beside the driver's."""
     EXTENSION_FIELDS: ClassVar[tuple[str, ...]] = SCHEDULE
@@ -181,8 +198,14 @@ class RunConfig(Section):
     def _parse_section(cls, value: Any) -> Any:
         return {} if value is None else yaml_or(value, "{")  # all below it is commented out
 
+    @property
+    def evaluated(self) -> dict[str, bool]:
+        """The figures of an evaluation by name, each with whether a higher one is better."""
+        return {"eval_loss": False}
+
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for what is wrong between fields that are each legal alone."""
+        yield from self._evaluations()
         cluster = self.cluster
         train, data, parallel = (cast(Any, each) for each in (self.train, self.data, self.parallel))
         if train.max_steps is not None and train.epochs is not None:
@@ -222,6 +245,34 @@ class RunConfig(Section):
                 f"cluster.usd_per_hour={cluster.usd_per_hour:g} is ambiguous: "
                 f"cluster.instance is a list. Set each price in that list, e.g. "
                 f"{cluster.choices[0].instance}@{cluster.usd_per_hour:g}",
+            )
+
+    def _evaluations(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        best, data, known = self.checkpoint.best, cast(Any, self.data), set(self.evaluated)
+        known |= {name.rpartition(":")[2] for name in getattr(self.eval, "metrics", ())}
+        asked = {each.name: ("eval.gate", each.text) for each in self.eval.conditions}
+        asked |= {best: ("checkpoint.best", best)} if best is not None else {}
+        if not data.eval_fraction and data.eval_path is None:
+            known -= known - set(getattr(self.eval, "tasks", ()))  # no data are held out
+        for name, (field, text) in asked.items():
+            legal = self.evaluated.keys() & known if field == "checkpoint.best" else known
+            if name not in legal:
+                yield (
+                    (field, "eval.tasks", "data.eval_fraction"),
+                    f"{field}={text} is not possible: no evaluation of this run has a figure "
+                    f"{name}. Set one of {', '.join(sorted(legal)) or 'eval.tasks, and name it'}",
+                )
+        if best is not None and self.eval.every_steps is None:
+            yield (
+                ("checkpoint.best", "eval.every_steps"),
+                f"checkpoint.best={best} is ineffective: the model is evaluated at the end alone. "
+                "Set eval.every_steps",
+            )
+        if self.eval.patience is not None and best is None:
+            yield (
+                ("eval.patience", "checkpoint.best"),
+                f"eval.patience={self.eval.patience} is ineffective: checkpoint.best names no "
+                "figure. Set e.g. checkpoint.best=eval_loss",
             )
 
     def alternatives(self) -> tuple[Self, ...]:

@@ -144,6 +144,11 @@ class VisionConfig(RunConfig):
     train: ImageTrain = ImageTrain()
     parallel: ImageParallel = ImageParallel()
 
+    @property
+    def evaluated(self) -> dict[str, bool]:
+        """The figures of an evaluation by name, each with whether a higher one is better."""
+        return super().evaluated | {"eval_top1": True, "eval_top5": True}
+
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""
         yield from super().conflicts()

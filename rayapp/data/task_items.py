@@ -8,8 +8,8 @@ task.items[0].wanted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import numpy as np
@@ -22,7 +22,10 @@ from rayapp.data.messages import said_by
 from rayapp.data.packing import Document
 from rayapp.data.prepared import reasons
 from rayapp.data.rendering import Renderer
+from rayapp.observe.words import TASK_LOSS
 from rayapp.storage import StorageError
+
+MOST_CHOICES = 64
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class TaskRecords:
     task: EvalTask
     kind: RecordKind
     records: tuple[tuple[str, Mapping[str, Any]], ...]
+    choices: tuple[tuple[str, ...], ...]
+    """Of each record, the answers to choose from; empty unless the task's score is choice."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Item:
     """Tokens: what the model reads before it answers."""
     answer: tuple[int, ...]
     """Tokens of the wanted answer."""
+    choices: tuple[Item, ...] = ()
+    """The item with each of the answers to choose from; where the task's score is choice."""
 
 
 @dataclass(frozen=True)
@@ -65,22 +72,33 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         found = first_records.inspect(task.path, source, "auto", 0.0)
         if found.problems:
             return None, [line.replace("data.path=", f"{field}=", 1) for line in found.problems]
-        every = list(standard_records(source, found.kind, {}))
+        raw = [each for piece in _pieces(source) for each in sources.read_piece(source, piece)]
+        every = [shapes.standardised(each, found.kind, {}) for each in raw]
     except (sources.SourceError, StorageError) as error:
         text = str(error)
         text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
         return None, [text.replace("data.path=", f"{field}=", 1)]
-    if found.kind == "text":
+    if found.kind == "text" and task.score != TASK_LOSS:
         return None, [
             f"{field}={task.path} is without answers: its records are texts. Give prompts with "
-            "completions, or chats"
+            "completions, or chats, or set score: loss"
         ]
     places = [sources.place_of(source, record.file, record.place) for record in every]
     problems = [record.problem or _problem_of(record.value, found.kind) for record in every]
     if wrong := _unusable(f"{field}={task.path}", places, problems):
         return None, wrong
-    values = [record.value for record in every]
-    return TaskRecords(name, task, found.kind, tuple(zip(places, values, strict=True))), []
+    values = [_mapping(record.value) for record in every]
+    choices: list[tuple[str, ...]] = [()] * len(every)
+    if task.score == "choice":
+        wanted = [asked_and_wanted(value, found.kind)[1] for value in values]
+        own = [_choices_of(record.value) for record in raw]
+        choices = [each or tuple(dict.fromkeys(wanted)) for each in own]
+        lacks = [_lacks(*each) for each in zip(wanted, choices, strict=True)]
+        if wrong := _unusable(f"{field}={task.path}", places, lacks):
+            return None, wrong
+    return TaskRecords(
+        name, task, found.kind, tuple(zip(places, values, strict=True)), tuple(choices)
+    ), []
 
 
 def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, list[str]]:
@@ -93,21 +111,46 @@ def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, 
     field = f"eval.tasks.{found.name}.path={found.task.path}"
     if wrong := _unusable(field, [place for place, _ in found.records], problems):
         return None, wrong
-    items = tuple(
+    items = [
         _item(record, found.kind, document)
         for (_, record), (document, _) in zip(found.records, made, strict=True)
         if document is not None
-    )
-    return TaskItems(found.name, found.task, items), []
+    ]
+    for place, texts in enumerate(found.choices):
+        others = [answered(found.records[place][1], found.kind, text) for text in texts]
+        documents = [document for document, _ in renderer.documents(others) if document is not None]
+        each = zip(others, documents, strict=True)
+        choices = tuple(_item(record, found.kind, document) for record, document in each)
+        items[place] = replace(items[place], choices=choices)
+    return TaskItems(found.name, found.task, tuple(items)), []
 
 
 def standard_records(
     source: sources.DataSource, kind: RecordKind, columns: Mapping[str, str]
 ) -> Iterator[sources.Record]:
     """Yield all records of a source as standard ones of a kind."""
-    for unit in sources.units(source, 0.0):
-        for piece in unit.pieces:
-            yield from shapes.read_records(source, piece, kind, columns)
+    for piece in _pieces(source):
+        yield from shapes.read_records(source, piece, kind, columns)
+
+
+def _pieces(source: sources.DataSource) -> Iterator[sources.Piece]:
+    return (piece for unit in sources.units(source, 0.0) for piece in unit.pieces)
+
+
+def _choices_of(value: Any) -> tuple[str, ...]:
+    """Return the texts in the column `choices` of a record as it is in the file."""
+    choices = value.get("choices") if isinstance(value, Mapping) else None
+    return tuple(map(str, choices)) if isinstance(choices, list | tuple) else ()
+
+
+def _lacks(wanted: str, choices: Sequence[str]) -> str | None:
+    if not 2 <= len(choices) <= MOST_CHOICES:
+        return f"has {len(choices)} answers to choose from, not 2 to {MOST_CHOICES}"
+    return None if wanted in choices else "has a reference that is none of its choices"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return {"text": value} if isinstance(value, str) else value
 
 
 def questions_of(record: Mapping[str, Any], kind: RecordKind) -> Iterator[tuple[str, ...]]:
@@ -151,10 +194,18 @@ def asked_and_wanted(record: Mapping[str, Any], kind: RecordKind) -> tuple[str, 
     """Return the prompt or the last message before the answer, and the answer, of an item."""
     match kind:
         case "text":
-            raise AssertionError("read_records refuses texts, which have no answers")
+            return "", record["text"]
         case "prompt":
             return record["prompt"], record["completion"]
         case "chat":
             *before, answer = record["messages"]
             return said_by(before[-1]) if before else "", said_by(answer)
     assert_never(kind)
+
+
+def answered(record: Mapping[str, Any], kind: RecordKind, text: str) -> Mapping[str, Any]:
+    """Return a prompt or a chat with another answer."""
+    if kind == "prompt":
+        return {**record, "completion": text}
+    *before, answer = record["messages"]
+    return {**record, "messages": [*before, {**answer, "content": text}]}

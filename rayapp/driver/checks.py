@@ -17,6 +17,7 @@ from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import DONE, INTERRUPTED, PREPARED, RAY
 from rayapp.observe.status import read_plan, read_result, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.train.best import is_enough
 from rayapp.train.checkpoint.marker import NoneUsable, resume_point
 
 MAX_WORKERS_PER_CORE = 4  # when training on CPUs: more workers would only share the same cores
@@ -141,7 +142,10 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
             ]
         )
     result = read_result(run)
-    if result.get("status") == DONE and result["steps"] < (read_plan(run).get("steps") or 0):
+    best = result.get("best")
+    if result.get("status") != DONE or (best and is_enough(best, config.eval.patience)):
+        return result.get("status", INTERRUPTED)
+    if result["steps"] < (read_plan(run).get("steps") or 0):
         return INTERRUPTED  # the result is of a shorter run
     return result.get("status", INTERRUPTED)
 

@@ -25,7 +25,14 @@ from rayapp.observe.figures import label, shown, text
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, PROFILES, REPORT
-from rayapp.observe.words import TASK_HEAD, TASK_SHOWN, clock, task_answers, task_rows
+from rayapp.observe.words import (
+    TASK_HEAD,
+    TASK_SHOWN,
+    clock,
+    task_answers,
+    task_rows,
+    verdicts,
+)
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -160,6 +167,8 @@ def result(console: Console, result: RunResult) -> None:
         say(held_out(result))
     if result.get("tasks"):
         tasks(console, result["tasks"])
+    for line in verdicts(result):
+        say(line)
     for prompt, answer in result.get("samples", []):
         console.rule("sample", align="left", style="dim")
         console.print(Text.assemble((prompt, "bold"), answer), soft_wrap=True)

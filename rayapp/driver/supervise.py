@@ -34,7 +34,7 @@ from rayapp.observe.events import Journal
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.records import Summary
 from rayapp.observe.result import failed
-from rayapp.observe.run_folder import DONE, FAILED, LEASE_STOPPED_S, MOVED, STOPPED
+from rayapp.observe.run_folder import DONE, FAILED, LEASE_STOPPED_S, MOVED, REJECTED, STOPPED
 from rayapp.storage import Storage, StorageError
 from rayapp.train.checkpoint.marker import steps_done
 from rayapp.train.spec import AnySpec, BackgroundWork
@@ -173,7 +173,7 @@ class _Supervisor:
             self.phases.begin("reading the steps of the workers")
             self.command.lease.wait_until_fresh(self.phases.begin, self._check_room)
             last = self.patiently(self.journal.catch_up)
-            done = isinstance(ended, dict) and ended["status"] == DONE
+            done = isinstance(ended, dict) and ended["status"] in (DONE, REJECTED)
             self.patiently(partial(take, self.command.run, done))
             if last is not None and last != before:
                 self.bar.update(last)  # a short attempt ends between two looks

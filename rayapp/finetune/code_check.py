@@ -32,7 +32,8 @@ def code_digests(config: Config, run: Storage, problems: list[str]) -> dict[str,
     """
     name, digests = config.train.loss, dict[str, str]()
     try:
-        for field, each in _functions(config):
+        scores = ((f"eval.tasks.{n}.score", each.score) for n, each in config.eval.tasks.items())
+        for field, each in (*_functions(config), *(s for s in scores if ":" in s[1])):
             _forget_if_edited(each)
             load_code(field, each)
         if name is not None:

@@ -10,6 +10,7 @@ on it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import string
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rayapp.config.code import load_code
 from rayapp.data.packing import IGNORE
 from rayapp.data.task_items import Item, TaskItems
 from rayapp.data.token_rows import StepRows
@@ -33,6 +35,8 @@ from rayapp.train.engine import Engine, inputs
 from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import CONTINUE
 from rayapp.train.waiting import leave_now
+
+logger = logging.getLogger("rayapp.training")
 
 SHOWN = 6  # items of each task in the result
 LEAST_ROOM = 8192
@@ -51,7 +55,11 @@ def is_right(score: str, answer: str, wanted: str) -> bool:
     >>> is_right("number", "So it is 1,024.", "2 ** 10 = 1024"), is_right("exact", "a", "b")
     (True, False)
     """
-    return RIGHT[score](answer, wanted)
+    return bool(_judge(score)(answer, wanted))
+
+
+def _judge(score: str) -> Callable[[str, str], object]:
+    return load_code("score", score, checked=True) if ":" in score else RIGHT[score]
 
 
 def _exact(answer: str, wanted: str) -> bool:
@@ -141,16 +149,22 @@ def score_tasks(
     scored, figures = list[ScoredItem](), dict[str, float | None]()
     for each in tasks:
         engine.phases.begin("scoring", each.name)
-        if each.task.score == TASK_LOSS:
-            found = _losses(each, parts, engine, room)
-        else:
-            found = _answers(each, parts, engine, max(room, LEAST_ROOM), stops=stops)
+        match each.task.score:
+            case "loss":
+                found = _losses(each, parts, engine, room)
+            case "choice":
+                found = _choices(each, parts, engine, room)
+            case _:
+                found = _answers(each, parts, engine, max(room, LEAST_ROOM), stops=stops)
         scored += found
-        figures[each.name] = _figure(each, found)["value"]
+        figures[each.name] = _figure(each, found)["value"] if found else None
+    # A function of the user's may judge otherwise elsewhere: all ranks take rank 0's figures.
+    agreed = [figures]
+    dist.broadcast_object_list(agreed, src=0, group=engine.control)
     if dist.get_rank() == 0:
         text = "".join(json.dumps(item) + "\n" for item in scored)
         storage.write(items_file(step), text.encode())
-    return figures
+    return agreed[0]
 
 
 def _leave(engine: Engine) -> int:
@@ -160,7 +174,7 @@ def _leave(engine: Engine) -> int:
 def _answers(
     task: TaskItems, parts: Parts, engine: Engine, room: int, *, stops: Collection[int]
 ) -> list[ScoredItem]:
-    """Let the model answer each item, and judge the answers."""
+    """Let the model answer each item, and judge the answers; none if the judge has raised."""
     texts = generated(
         parts,
         [item.prompt for item in task.items],
@@ -171,18 +185,41 @@ def _answers(
         leave=partial(_leave, engine),
         room=room,
     )
-    return [
-        {**_told(task, item), "answer": text, "right": is_right(task.task.score, text, item.wanted)}
-        for item, text in zip(task.items, texts, strict=True)
-    ]
+    scored, judge = list[ScoredItem](), _judge(task.task.score)
+    for item, text in zip(task.items, texts, strict=True):
+        try:
+            right = bool(judge(text, item.wanted))
+        except Exception as error:  # the user's function may raise anything
+            where = f"eval.tasks.{task.name}.score={task.task.score}"
+            why = f"{type(error).__name__}: {error}"
+            logger.warning("%s has raised on the answer %r, and is left out: %s", where, text, why)
+            return []
+        scored.append({**_told(task, item), "answer": text, "right": right})
+    return scored
+
+
+def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
+    """Return the loss of each item's wanted answer."""
+    items = [_cut(item, parts) for item in task.items]
+    each = zip(items, _nats(items, parts, engine, room), strict=True)
+    return [{**_told(task, item), "nats": nats, "tokens": len(item.answer)} for item, nats in each]
+
+
+def _choices(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
+    """Return of each item the likeliest of its choices, by the sum of log-probabilities."""
+    every = [_cut(choice, parts) for item in task.items for choice in item.choices]
+    nats, scored = iter(_nats(every, parts, engine, room)), list[ScoredItem]()
+    for item in task.items:
+        losses = [next(nats) for _ in item.choices]
+        answer = item.choices[int(np.argmin(losses))].wanted
+        scored.append({**_told(task, item), "answer": answer, "right": answer == item.wanted})
+    return scored
 
 
 @torch.no_grad()
-def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
-    """Return the loss of each item's wanted answer; the ranks take the groups in turn."""
+def _nats(items: Sequence[Item], parts: Parts, engine: Engine, room: int) -> list[float]:
+    """Return the loss of each item's answer in nats; the ranks take groups of items in turn."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None)
-    items = [_cut(item, limit) for item in task.items]
     groups, nats = list(_groups(items, room)), torch.zeros(len(items), dtype=torch.float64)
     parts.lm.eval()
     try:
@@ -198,14 +235,12 @@ def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[Sc
     finally:
         parts.lm.train()
     dist.all_reduce(nats, group=engine.control)
-    return [
-        {**_told(task, item), "nats": loss, "tokens": len(item.answer)}
-        for item, loss in zip(items, nats.tolist(), strict=True)
-    ]
+    return nats.tolist()
 
 
-def _cut(item: Item, limit: int | None) -> Item:
+def _cut(item: Item, parts: Parts) -> Item:
     """Return an item without the beginning of a prompt that is too long for the model."""
+    limit = getattr(parts.lm.hf.config.get_text_config(), "max_position_embeddings", None)
     excess = len(item.prompt) + len(item.answer) - 1 - (limit or 2**30)
     if limit is None or excess <= 0:
         return item
@@ -259,7 +294,9 @@ def compared(tasks: Sequence[TaskItems], storage: Storage, step: int) -> dict[st
     """
     before, after = (_by_task(storage, at) for at in (0, step))
     return {
-        task.name: _compared(task, before.get(task.name, ()), after[task.name]) for task in tasks
+        task.name: _compared(task, before.get(task.name, ()), after[task.name])
+        for task in tasks
+        if task.name in after  # its judge has not raised
     }
 
 

@@ -35,7 +35,6 @@ from rayapp.finetune.model_parts import (
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.model.sharding import find_blocks
-from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -191,23 +190,23 @@ class LanguageTrainer(Trainer):
             room=config.micro_batch * config.data.seq_len,
         )
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
-        """Evaluate the model, sample the prompts and export it; return what the summary says."""
-        config, parts = self.spec.config, self.parts
+    def finish(
+        self, engine: Engine, storage: Storage, at: int, held_out: HeldOut, *, export: bool
+    ) -> FinalFigures:
+        """Sample the prompts, and export the model; return what the summary says."""
+        config, parts, phases = self.spec.config, self.parts, engine.phases
         outcome: FinalFigures = {"eval_loss": None, "eval_loss_per_byte": None, "samples": []}
-        if engine.evaluate is not None:
-            outcome = {**outcome, **engine.evaluate(self.spec.order.num_steps)}
+        outcome = {**outcome, **held_out}
         if self.spec.tasks and dist.get_rank() == 0:
-            outcome["tasks"] = compared(self.spec.tasks, storage, self.spec.order.num_steps)
+            outcome["tasks"] = compared(self.spec.tasks, storage, at)
         if engine.experts is not None:
             outcome["experts"] = engine.experts.long().tolist()
-        phases.end("evaluation")
         outcome["samples"] = self.samples(engine, AT_END, seed=config.run.seed)
         phases.end("sample")
-        phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
         outcome["model_path"] = None
-        if config.checkpoint.export:
-            export(self.spec, parts, self.generation, storage, self.device)
+        if export:
+            phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
+            export_model(self.spec, parts, self.generation, storage, self.device)
             outcome["model_path"] = (storage / MODEL).url
             folder, control = storage / MODEL, engine.control
             outcome["export_check"] = check_export(self.spec, parts, folder, self.device, control)
@@ -333,7 +332,7 @@ def _shape(config: Config, hf_config: Any) -> Shape | None:
         return None
 
 
-def export(
+def export_model(
     spec: LanguageSpec,
     parts: Parts,
     generation: GenerationConfig,

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.observe import metrics
-from rayapp.observe.metrics import MetricsLine, figure
+from rayapp.observe.metrics import HeldOut, MetricsLine, evaluated, figure
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
@@ -37,6 +37,8 @@ class Columns:
         """The last line, with all of its fields."""
         self.rank_s: Mapping[str, float | None] = {}
         """The own time of each rank, as last told."""
+        self.held_out: HeldOut = {}
+        """The figures of the last evaluation."""
         self.ends = array("q")
         """The byte of metrics.jsonl behind each line."""
         self._columns = {name: array("d") for name in names}
@@ -88,6 +90,7 @@ class Columns:
         self.ends.append(end)
         self.last = line
         self.rank_s = line.get("rank_s") or self.rank_s
+        self.held_out = evaluated(line) or self.held_out
 
 
 class Follower:

@@ -80,7 +80,10 @@ def figures(now: Progress) -> dict[str, str]:
     account = now.account
     own = own_figures(line)
     names = ("loss", *own, unit_of(line).per_s, "mfu", "peak_gib", "workers")
+    held = {name: figure(now.held_out, name) for name in ("eval_loss", "eval_top1")}
+    held |= now.held_out.get("eval_metrics") or {}
     values = {name: figure(line, name) for name in names} | {
+        **{name: value for name, value in held.items() if value is not None},
         "goodput": account.goodput.get("step") if account.wall_s else None,
         "left_s": now.left_s,
         "wall_s": account.wall_s,

@@ -17,7 +17,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import Annotated, Literal, Required, TypeAlias, TypeVar, cast, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Required,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -160,6 +170,19 @@ def figure(record: Mapping[str, object], name: str) -> float | None:
     """Return a number of a record whose name is computed, None if the record lacks it."""
     value = record.get(name)
     return value if isinstance(value, int | float) and -MOST <= value <= MOST else None
+
+
+def evaluated(record: Mapping[str, Any]) -> HeldOut:
+    """Return the figures of an evaluation in a line or a result; empty if it has none."""
+    names = ("eval_loss", "eval_top1", "eval_metrics")
+    known = {name: record[name] for name in names if record.get(name) is not None}
+    return cast(HeldOut, known)
+
+
+def held_out_figure(held_out: HeldOut, name: str) -> float | None:
+    """Return a figure of an evaluation, or the score of a task; None if it is not known."""
+    known = figure(held_out, name)
+    return figure(held_out.get("eval_metrics") or {}, name) if known is None else known
 
 
 def figures_of(line: Mapping[str, object]) -> Iterator[tuple[str, str, float]]:

@@ -151,6 +151,16 @@ class Interruption(TypedDict):
 # ---- state.json of a checkpoint ---------------------------------------------------------------
 
 
+class Best(TypedDict):
+    """The best of a run's evaluations by one of their figures."""
+
+    figure: str
+    step: Count
+    held_out: HeldOut
+    since: Count
+    """Evaluations after it."""
+
+
 class LoopState(TypedDict, total=False):
     """What the training loop knows besides tensors; files of older versions lack some fields."""
 
@@ -164,6 +174,10 @@ class LoopState(TypedDict, total=False):
     """Bad steps in a row that were skipped just before."""
     evaluate: bool
     """Whether an evaluation was given up, so that the next step is followed by one."""
+    before: HeldOut
+    """Figures before the first step."""
+    best: Best
+    """The best evaluation by checkpoint.best."""
 
 
 # ---- validation.jsonl -------------------------------------------------------------------------
@@ -255,6 +269,15 @@ class TaskResult(TypedDict, total=False):
     shown: list[ShownItem]
 
 
+class Judged(TypedDict):
+    """A condition of eval.gate, and whether the exported model meets it."""
+
+    condition: str
+    value: Number | None
+    limit: Number | None
+    met: bool
+
+
 class FinalFigures(HeldOut, total=False):
     """The fields of a summary that depend on the kind of run."""
 
@@ -262,6 +285,9 @@ class FinalFigures(HeldOut, total=False):
     samples: list[Sample]
     tasks: dict[str, TaskResult]
     """By name of eval.tasks."""
+    best: Best
+    """The evaluation whose checkpoint was exported, by checkpoint.best."""
+    gate: list[Judged]
     classes: Classes
     experts: list[Annotated[list[Count], Field(min_length=1)]] | None
     """Tokens that each expert of each layer was given since the workers last started."""
@@ -273,7 +299,7 @@ class Summary(FinalFigures, total=False):
     """What rank 0 returns when it ends; the driver makes it if the run stops without workers."""
 
     status: Required[str]
-    """done, stopped, moved or failed."""
+    """done, rejected, stopped, moved or failed."""
     steps: Count
     first_step: int
     attempt: int

@@ -76,6 +76,7 @@ RAY = ".ray"
 
 PREPARING, WAITING, RUNNING, STOPPING = LIVE = ("preparing", "waiting", "running", "stopping")
 DONE, STOPPED, FAILED = "done", "stopped", "failed"
+REJECTED = "rejected"  # all steps are done, and the model does not meet eval.gate
 LOST = "lost"  # its driver is gone
 MOVED = "moved"  # of an attempt: its workers have left to be started again
 INTERRUPTED = "interrupted"  # of a folder without a result
@@ -90,6 +91,8 @@ class Exit(IntEnum):
     REFUSED = 2
     """The command line or the config is not valid; no training worker has been started."""
     STOPPED = 3
+    REJECTED = 4
+    """The model does not meet eval.gate."""
 
 
 def refused(error: ConfigError) -> Exit:
@@ -105,6 +108,7 @@ EXIT_CODES = {
     LOST: Exit.FAILED,
     REFUSED: Exit.REFUSED,
     STOPPED: Exit.STOPPED,
+    REJECTED: Exit.REJECTED,
 }
 """The exit code for each status of a run or job that has ended."""
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from rayapp.observe import run_folder
 from rayapp.observe.activity import STARTING_WORKERS, WAITING_FOR_ROOM, Activity, read_activity
 from rayapp.observe.columns import Columns
 from rayapp.observe.goodput import ENDED, RESUMED, STARTED, Account, account, commands, read_events
-from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.metrics import HeldOut, MetricsLine, evaluated
 from rayapp.observe.records import Asked, Event, Plan, RunResult, Sections, Validation
 from rayapp.observe.run_folder import (
     ASKED,
@@ -94,7 +94,8 @@ class Progress:
 
     status: str
     """preparing, waiting (for room), running or stopping while a driver works on it; else done,
-    stopped, failed, or lost (its driver is gone). The same command resumes the last three."""
+    rejected (by eval.gate), stopped, failed, or lost (its driver is gone). The same command resumes
+    the last three."""
     step: int
     num_steps: int | None
     left_s: float | None
@@ -106,6 +107,10 @@ class Progress:
     """Why it failed."""
     updated_s: float | None
     """Unix time of the last event or step."""
+    started_s: float | None = None
+    """Unix time at which its first command began."""
+    held_out: HeldOut = field(default_factory=HeldOut)
+    """Figures of the exported model, or else the loss of the last evaluation."""
     quiet_s: float | None = None
     """Seconds since the driver renewed the lease; None if there is no lease."""
     user: str | None = None
@@ -160,6 +165,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         account=account(events, steps, now if live else None),
         reason=reason,
         updated_s=max(signs, default=None),
+        held_out=steps.held_out,
         quiet_s=None if lease is None else now - lease.modified_s,
         **_started_by(events),
         activity=activity if status in LIVE else None,
@@ -211,7 +217,7 @@ def summary(run: Storage) -> Progress:
     if not result.keys() >= SUMMED:  # of a run that failed
         return read(run)
     unit = unit_of(result)
-    names = ("loss", "own_loss", "mfu", "eval_metrics", unit.per_s)
+    names = ("loss", "own_loss", "mfu", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
     line |= result.get("figures", {})
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
@@ -231,6 +237,7 @@ def summary(run: Storage) -> Progress:
         ),
         reason=last["reason"],
         updated_s=last["time"],
+        held_out=evaluated(result),
         **_started_by(events),
     )
 
@@ -238,7 +245,8 @@ def summary(run: Storage) -> Progress:
 def _started_by(events: list[Event]) -> dict[str, Any]:
     """Return who began the last command of a run, and from which commit."""
     last: Mapping[str, Any] = commands(events)[-1][0] if events else {}
-    return {name: last.get(name) for name in ("user", "commit")}
+    began = events[0]["time"] if events else None
+    return {"started_s": began} | {name: last.get(name) for name in ("user", "commit")}
 
 
 def _status(

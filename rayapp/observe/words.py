@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
-from rayapp.observe.records import Estimate, TaskResult
+from rayapp.observe.metrics import held_out_figure
+from rayapp.observe.records import Estimate, RunResult, TaskResult
 
 UNKNOWN = "n/a"
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
@@ -183,6 +184,25 @@ def task_answers(results: Mapping[str, TaskResult]) -> list[tuple[str, str, list
         for name, each in results.items()
         if each.get("shown")
     ]
+
+
+def verdicts(result: RunResult) -> list[str]:
+    """Return lines about the best evaluation and the conditions of eval.gate.
+
+    >>> verdicts({"gate": [{"condition": "a >= 0.9", "value": 0.85, "limit": 0.9, "met": False}]})
+    ['gate   a >= 0.9: it is 0.85, not met']
+    """
+    lines, best = list[str](), result.get("best")
+    if best is not None:
+        value = number(held_out_figure(best["held_out"], best["figure"]))
+        at, of = f"{best['step']:,}", f"{result['steps']:,}"
+        later = f", better than the {best['since']} evaluations after it" if best["since"] else ""
+        lines.append(f"best   {best['figure']} {value} at step {at} of {of}{later}; it is exported")
+    for each in result.get("gate", ()):
+        limit = f" (base: {number(each['limit'])})" if "base" in each["condition"] else ""
+        met = "met" if each["met"] else "not met"
+        lines.append(f"gate   {each['condition']}{limit}: it is {number(each['value'])}, {met}")
+    return lines
 
 
 def _estimated(score: str, estimate: Estimate | None) -> str:

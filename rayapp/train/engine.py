@@ -15,11 +15,12 @@ from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine
 from rayapp.observe.records import LoopState
 from rayapp.order import StepCounts
+from rayapp.train.best import BestSoFar
 from rayapp.train.loss_spikes import RECENT, Spikes
 from rayapp.train.memory_peaks import Peaks
 from rayapp.train.own_time import OwnTime
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import CONTINUE
+from rayapp.train.step_sync import CONTINUE, ENOUGH
 
 
 class Batch(Protocol):
@@ -80,7 +81,10 @@ class Engine:
     poll: Callable[[], int] = field(default=lambda: CONTINUE)
     """Return CONTINUE, STOP or RESTART, the same on all ranks, which call it together."""
     left: int = CONTINUE
-    """Why the loop ended before the last step (STOP or RESTART), else CONTINUE."""
+    """Why the loop ended before the last step (STOP, RESTART or ENOUGH), else CONTINUE."""
+    best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
+    before: HeldOut = field(default_factory=HeldOut)
+    """Figures before the first step."""
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
     ranks. Each is a figure of the step's line: summed over ranks, divided by the weight."""
@@ -138,11 +142,19 @@ class Engine:
                 "spikes": list(self.spikes.in_a_row),
                 "at_level": self.spikes.at_level,
             }
+        if self.before:
+            state["before"] = self.before
+        if self.best.best is not None:
+            state["best"] = self.best.best
         return state
 
     def resume(self, state: LoopState) -> None:
         """Go on from the state of a checkpoint, {} without one."""
         self.skips, self.eval_owed = state.get("skips", 0), state.get("evaluate", False)
+        self.before = state.get("before", HeldOut())
+        self.best.resume(state.get("best"))
+        if self.best.enough:
+            self.left = ENOUGH
         if self.spikes is not None:
             level = state.get("losses", ()), state.get("spikes", ()), state.get("at_level", RECENT)
             self.spikes = Spikes(self.spikes.sigmas, *level)

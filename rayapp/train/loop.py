@@ -28,7 +28,7 @@ from rayapp.train.engine import Batch, Engine, inputs
 from rayapp.train.loss_spikes import LEVEL
 from rayapp.train.optimizer import clip, set_lr
 from rayapp.train.step_sums import StepSums, Sums
-from rayapp.train.step_sync import CONTINUE, Agreement, Totals
+from rayapp.train.step_sync import CONTINUE, ENOUGH, Agreement, Totals
 from rayapp.train.waiting import leave_now, leave_of, next_batch
 
 logger = logging.getLogger("rayapp.train.loop")
@@ -72,6 +72,7 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[MetricsLine]:
     After a step, all ranks evaluate if it is due, then save if rank 0 said so. If they agree to
     leave (`leave_due` or `poll`), they skip the evaluation or give it up, save, yield the record of
     this step, set `engine.left` and end. The evaluation then follows the next attempt's first step.
+    An evaluation that is the best so far is saved, too. If `engine.best` has enough, they leave.
 
     Raises:
         BadLoss: before the optimizer has used what is not finite, or a spike; where such steps are
@@ -95,15 +96,17 @@ def train(engine: Engine, steps: Iterable[Batch]) -> Iterator[MetricsLine]:
         leave = leave_of(engine, totals)
         done = batch.step + 1
         facts = step_facts(engine, batch, update, totals)
-        evaluated = time.perf_counter()
+        evaluated, best = time.perf_counter(), False
         if engine.evaluate is not None and engine.eval_due(done):
             evaluate = partial(engine.evaluate, done)
             held_out, leave = evaluate_or_leave(engine, evaluate, leave)
             facts |= held_out
+            best = bool(held_out) and engine.best.take(done, held_out)
+            leave = leave or (ENOUGH if engine.best.enough else CONTINUE)
         eval_s = time.perf_counter() - evaluated
         if engine.stalls:
             engine.stalls[-1] += update.waited_s
-        saved = bool(totals.save or leave)
+        saved = bool(totals.save or leave or best)
         stall_s = update.waited_s + (save(engine, done) if saved else 0.0)
         now = time.perf_counter()
         step_s, clock = now - clock, now

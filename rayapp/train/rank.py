@@ -23,14 +23,17 @@ import torch
 import torch.distributed as dist
 
 from rayapp.observe.activity import Phases
-from rayapp.observe.metrics import MetricsLine
+from rayapp.observe.metrics import HeldOut, MetricsLine
 from rayapp.observe.metrics_log import MetricsLog
 from rayapp.observe.records import Summary, Validation
-from rayapp.observe.run_folder import DONE, MOVED, STOPPED
+from rayapp.observe.run_folder import DONE, MOVED, REJECTED, STOPPED
+from rayapp.observe.words import number
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
+from rayapp.train.best import judged
 from rayapp.train.checkpoint.saver import Checkpointer
 from rayapp.train.checkpoint.state import (
+    go_back_to,
     load_weights,
     restore,
     start_from,
@@ -41,7 +44,7 @@ from rayapp.train.engine import Engine
 from rayapp.train.profiles import Profiler
 from rayapp.train.schedule import Cadence, LeaveWatcher
 from rayapp.train.spec import AnySpec
-from rayapp.train.step_sync import CONTINUE, RESTART
+from rayapp.train.step_sync import CONTINUE, ENOUGH, RESTART
 from rayapp.train.trainer_interface import Trainer
 
 
@@ -104,7 +107,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     try:
         if not first_step:
             before = partial(trainer.before_first_step, engine)
-            _, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
+            if engine.evaluate and any(each.base for each in spec.config.eval.conditions):
+                before = partial(engine.evaluate, 0)
+            engine.before, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
             phases.end("before_first_step")
         profiled = spec.config.train.profiled if rank == 0 else range(0)
         profiler = Profiler(storage, profiled, context.device)
@@ -117,7 +122,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         if leaving:
             leaving.close()
     steps = last["step"] if last else first_step
-    status = status_of(engine, steps >= spec.order.num_steps)
+    status = status_of(engine, steps >= spec.order.num_steps or engine.left == ENOUGH)
     summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
     summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
     stall_s = statistics.median(engine.stalls) if engine.stalls else None
@@ -127,8 +132,41 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         reason = notices[0] if notices else leaving.reason if leaving else ""
         summary |= {"notice": bool(notices), "reason": reason}
     if status == DONE:
-        summary = {**summary, **trainer.finish(engine, storage, phases)}
+        summary = {**summary, **conclude(trainer, engine, storage, steps)}
     return {**summary, "seconds": phases.seconds}
+
+
+def conclude(trainer: Trainer, engine: Engine, storage: Storage, steps: int) -> Summary:
+    """Evaluate after the last step, go back to the best one, judge it by eval.gate, and export it.
+
+    Returns the fields of a summary that this adds or changes.
+    """
+    config, at, held_out = trainer.spec.config, steps, HeldOut()
+    if engine.evaluate is not None and engine.left != ENOUGH:
+        held_out = engine.evaluate(steps)
+        engine.best.take(steps, held_out)
+    engine.phases.end("evaluation")
+    best = engine.best.best
+    if best is not None and best["step"] != steps:
+        engine.phases.begin("going back to the best checkpoint", f"of step {best['step']}")
+        if go_back_to(trainer, storage, best["step"]):
+            at, held_out = best["step"], best["held_out"]
+        elif engine.evaluate is not None and not held_out:
+            held_out = engine.evaluate(steps)
+    found = judged(config.eval.conditions, held_out, engine.before)
+    missed = [each for each in found if not each["met"]]
+    export = config.checkpoint.export and not missed
+    summary = cast(Summary, trainer.finish(engine, storage, at, held_out, export=export))
+    summary |= {"gate": found} if found else {}
+    summary |= {"best": best} if best is not None and at == best["step"] else {}
+    if missed:
+        told = (f"{each['condition']} (it is {number(each['value'])})" for each in missed)
+        summary["status"] = REJECTED
+        summary["reason"] = (
+            f"eval.gate is not met: {', '.join(told)}. Nothing is exported; the same command with "
+            "another eval.gate judges the model again"
+        )
+    return summary
 
 
 def make_saver(spec: AnySpec, storage: Storage, log: MetricsLog | None) -> Checkpointer:

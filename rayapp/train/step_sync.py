@@ -22,6 +22,7 @@ from rayapp import order
 from rayapp.order import StepCounts
 
 CONTINUE, STOP, RESTART = 0, 1, 2  # after this step: go on, end the run, leave to be started again
+ENOUGH = 3  # end the run as if this step were the last
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from rayapp import hardware
-from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut
 from rayapp.observe.records import FinalFigures
 from rayapp.storage import Storage
+from rayapp.train.best import BestSoFar
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.engine import Engine
@@ -33,7 +33,8 @@ class Trainer(ABC):
 
     def common_engine(self, control: Any, **own: Any) -> Engine:
         """Return an engine with the settings that all kinds of training share, and `own` fields."""
-        train, order = self.spec.config.train, self.spec.order
+        config, order = self.spec.config, self.spec.order
+        train, best = config.train, config.checkpoint.best
         schedule = partial(
             lr_at,
             peak=train.lr,
@@ -54,6 +55,7 @@ class Trainer(ABC):
             rows_per_step=order.rows_per_step,
             spikes=None if train.on_spike == "none" else Spikes(train.spike_sigmas),
             skip_bad=train.on_spike == "skip",
+            best=BestSoFar(best, config.evaluated.get(best or "", False), config.eval.patience),
             **own,
         )
 
@@ -85,8 +87,10 @@ class Trainer(ABC):
         return {}
 
     @abstractmethod
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
-        """Evaluate and export the model, and say so in `phases`."""
+    def finish(
+        self, engine: Engine, storage: Storage, at: int, held_out: HeldOut, *, export: bool
+    ) -> FinalFigures:
+        """Export the model of step `at`, whose figures are `held_out`; say so in the phases."""
 
 
 def peak_flops(precision: str, device: torch.device) -> float | None:

@@ -28,7 +28,6 @@ from rayapp.model.classifier import (
     write_processor,
 )
 from rayapp.model.moving_averages import Average, Settling, batch_norms, discard, use_batch_norm
-from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine, line_of
 from rayapp.observe.records import Classes, FinalFigures
 from rayapp.observe.run_folder import MODEL
@@ -75,6 +74,7 @@ class ImageTrainer(Trainer):
         self.average = Average(self.classifier, train.ema) if train.ema else None
         self.batch_norms = batch_norms(self.classifier)
         self._last, self._settling = True, Settling([])
+        self._scored: tuple[int, Scores] | None = None  # the last evaluation, with its step
         self.classifier.register_forward_hook(self._forwarded)
 
     def num_parameters(self) -> int:
@@ -103,8 +103,13 @@ class ImageTrainer(Trainer):
             blocks=[self.classifier] if self.ddp and not batch_norm.sync_batch_norm else [],
         )
         if self.spec.data.held_out:
-            engine.evaluate = lambda step: self.scores(engine).figures()
+            engine.evaluate = partial(self.evaluate, engine)
         return engine
+
+    def evaluate(self, engine: Engine, step: int) -> HeldOut:
+        """Classify the held-out images after so many steps."""
+        self._scored = step, self.scores(engine)
+        return self._scored[1].figures()
 
     def scores(self, engine: Engine) -> Scores:
         """Classify the held-out images, with the moving average of the weights if there is one."""
@@ -114,17 +119,19 @@ class ImageTrainer(Trainer):
         with self.average.in_place() if self.average else nullcontext():
             return evaluate(engine, batches, len(self.spec.data.classes))
 
-    def finish(self, engine: Engine, storage: Storage, phases: Phases) -> FinalFigures:
-        """Evaluate and export the model, with the moving average of the weights if there is one."""
+    def finish(
+        self, engine: Engine, storage: Storage, at: int, held_out: HeldOut, *, export: bool
+    ) -> FinalFigures:
+        """Export the model, with the moving average of the weights if there is one."""
         outcome: FinalFigures = {"eval_loss": None, "eval_top1": None, "eval_top5": None}
+        outcome = {**outcome, **held_out}
         if self.spec.data.held_out:
-            scores = self.scores(engine)
-            table = scores.table(self.spec.data.classes)
-            outcome = {**outcome, **scores.figures(), "classes": table}
-        phases.end("evaluation")
-        phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
+            fresh = self._scored is not None and self._scored[0] == at
+            scores = self._scored[1] if self._scored and fresh else self.scores(engine)
+            outcome["classes"] = scores.table(self.spec.data.classes)
         outcome["model_path"] = None
-        if self.spec.config.checkpoint.export:
+        if export:
+            engine.phases.begin("exporting the model", f"to {storage.url}/{MODEL}")
             folder, control, data = storage / MODEL, engine.control, self.spec.config.data
             with self.average.in_place() if self.average else nullcontext():
                 model.export(self.classifier, folder)
@@ -133,7 +140,7 @@ class ImageTrainer(Trainer):
                 check = check_export(self.spec, self.classifier, folder, self.device, control)
             outcome |= {"export_check": check, "model_path": f"{storage.url}/{MODEL}"}
         dist.barrier(group=engine.control)
-        phases.end("export")
+        engine.phases.end("export")
         return outcome
 
     def _last_of_step(self, last: bool) -> None:

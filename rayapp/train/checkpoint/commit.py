@@ -62,11 +62,16 @@ def commit(
     (run / CHECKPOINTS).write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
 
 
-def sweep(run: Storage, newest: str, keep: int) -> None:
-    """Delete all checkpoints before `newest`, except the `keep - 1` newest usable ones."""
+def sweep(run: Storage, newest: str, keep: int, pinned: int | None = None) -> None:
+    """Delete all checkpoints before `newest`, except the `keep - 1` newest usable ones.
+
+    Those of the step `pinned` stay beside them.
+    """
     folder, run_id, kept = run / CHECKPOINTS, claim_run_id(run), 1
     names = newest_first(folder)
     for name in names[names.index(newest) + 1 :]:
+        if (order_of(name) or (None,))[0] == pinned:
+            continue
         if kept < keep and _is_usable(folder, name, run_id):
             kept += 1
             continue

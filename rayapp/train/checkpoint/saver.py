@@ -167,7 +167,7 @@ class Checkpointer:
         self.commit_s = time.perf_counter() - start
         if self.rank == 0:
             try:
-                sweep(self.run, name, self.keep)
+                sweep(self.run, name, self.keep, json.loads(state).get("best", {}).get("step"))
             except OSError as error:  # the new checkpoint is valid all the same
                 logger.warning("old checkpoints are not deleted: %s", error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -118,10 +118,7 @@ def restore(spec: AnySpec, trainer: Trainer, storage: Storage) -> tuple[int, Loo
         wanted = quantized.widened(wanted)
         load_checkpoint(storage, checkpoint.name, wanted)
     except marker.Damaged as damage:
-        if dist.get_rank() == 0:
-            marker.refuse(storage, checkpoint.name, str(damage).partition(NOT_LOADED)[2])
-        dist.barrier()
-        raise StartAgain(f"{damage}; this checkpoint is not used again") from damage
+        _refuse(storage, checkpoint.name, damage)
     known = wanted.get("scales", {rank: {}})[rank]
     dcp_state.set_state_dict(
         trainer.model,
@@ -158,19 +155,51 @@ def start_from(trainer: Trainer, origin: Origin) -> None:
         NoneUsable: the checkpoint is not usable, or is gone.
     """
     storage = open_storage(origin.run)
+    try:
+        load_weights(trainer, storage, _found(storage, origin.step))
+    except CheckpointError as error:
+        raise marker.NoneUsable(f"model.init_from={origin} is not usable: {error}") from error
+
+
+def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
+    """Load the weights of the run's own checkpoint of a step; return whether there is one.
+
+    Raises:
+        StartAgain: it turned out to be damaged, and is refused from now on.
+    """
+    try:
+        name = _found(storage, step)
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            logger.warning("the best checkpoint is not exported: %s", error)
+        return False
+    try:
+        load_weights(trainer, storage, name)
+    except Damaged as damage:
+        _refuse(storage, name, damage)
+    return True
+
+
+def _found(storage: Storage, step: int | None) -> str:
+    """Return the name of the checkpoint that rank 0 finds; raise its CheckpointError on all."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            choice[0] = find(storage, origin.step).name
-        except marker.CheckpointError as error:
+            choice[0] = find(storage, step).name
+        except CheckpointError as error:
             choice[0] = error
     dist.broadcast_object_list(choice, src=0)
-    try:
-        if isinstance(choice[0], Exception):
-            raise choice[0]
-        load_weights(trainer, storage, choice[0])
-    except CheckpointError as error:
-        raise marker.NoneUsable(f"model.init_from={origin} is not usable: {error}") from error
+    if isinstance(choice[0], Exception):
+        raise choice[0]
+    return str(choice[0])
+
+
+def _refuse(storage: Storage, name: str, damage: Damaged) -> NoReturn:
+    """Let no attempt choose a damaged checkpoint again, and have another one begin."""
+    if dist.get_rank() == 0:
+        marker.refuse(storage, name, str(damage).partition(NOT_LOADED)[2])
+    dist.barrier()
+    raise StartAgain(f"{damage}; this checkpoint is not used again") from damage
 
 
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
