@@ -2,8 +2,7 @@
 
 first.py     init, completion
 data.py      data, prepare
-plans.py     plan, presets
-sweeps.py    sweep
+plans.py     plan, presets, sweep
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
@@ -30,7 +29,7 @@ COMMANDS = {  # name: module and function
     "prepare": "cli.data.prepare",
     "plan": "cli.plans.plan",
     "presets": "cli.plans.presets",
-    "sweep": "cli.sweeps.sweep",
+    "sweep": "cli.plans.sweep",
     "preflight": "cli.jobs.preflight",
     "submit": "cli.jobs.submit",
     "resume": "cli.jobs.resume",

@@ -21,7 +21,6 @@ from rayapp.config.fields import (
     mapping,
 )
 from rayapp.config.text import read_yaml, shown
-from rayapp.observe.metrics import figure
 from rayapp.order import fingerprint
 
 Trials: TypeAlias = dict[str, tuple[dict[str, Any], Config]]
@@ -79,19 +78,14 @@ class Sweep(Section):
             yield ("trials", "parameters"), f"trials={shown(self.trials)} is {why}"
 
     @property
-    def task(self) -> str:
-        """The task whose score is the metric; empty for eval_loss."""
-        return self.metric.partition("task.")[2]
+    def figure(self) -> str:
+        """The metric as rayapp.observe.metrics.held_out_figure names it."""
+        return self.metric.removeprefix("task.")
 
     def best(self, config: Config) -> str:
         """Return which figure is the best: min or max."""
-        right = self.task and config.eval.tasks[self.task].score != "loss"
-        return ("max" if right else "min") if self.mode == "auto" else self.mode
-
-    def figure(self, evaluated: Mapping[str, Any]) -> float | None:
-        """Return the metric of a line of metrics.jsonl, None if it has none."""
-        values = (evaluated.get("eval_metrics") or {}) if self.task else evaluated
-        return figure(values, self.task or self.metric)
+        higher = config.evaluated[self.figure]
+        return ("max" if higher else "min") if self.mode == "auto" else self.mode
 
 
 def read(sweep: str | Mapping[str, Any], changes: Mapping[str, Any]) -> Sweep:
@@ -125,7 +119,7 @@ def trials_of(sweep: Sweep) -> Trials:
             problems += error.problems
             continue
         found[name] = values, config
-        if sweep.task and sweep.task not in config.eval.tasks:
+        if sweep.figure not in config.evaluated:
             problems.append(
                 f"metric={sweep.metric} is unknown: eval.tasks has no such task. Add it"
             )

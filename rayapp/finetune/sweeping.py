@@ -49,10 +49,11 @@ from rayapp.jobs.ray_address import address_of
 from rayapp.observe import goodput, metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.columns import Columns
+from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import Console as PlainConsole
-from rayapp.observe.run_folder import DONE, FAILED, RAY, STOP, STOPPED
+from rayapp.observe.run_folder import DONE, FAILED, RAY, REJECTED, STOP, STOPPED
 from rayapp.observe.status import NoRun, read_result, summary
-from rayapp.observe.words import UNKNOWN
+from rayapp.observe.words import UNKNOWN, dollars
 from rayapp.storage import Storage, open_storage
 from rayapp.train.planning import forecast
 
@@ -193,9 +194,10 @@ class Running(TrialProgressCallback):
             return row | {"state": FAILED if error else "not started", "reason": error}
         by = re.match(rf"{TOLD} \S+: (\w+)", now.reason or "")
         state = f"{STOPPED} ({by[1]})" if by and now.status == STOPPED else now.status
-        known = map(self.sweep.figure, [result, *reversed(metrics.read(run))])
+        lines = [result, *reversed(metrics.read(run))]
+        known = (metrics.held_out_figure(line, self.sweep.figure) for line in lines)
         row["figure"] = next((value for value in known if value is not None), None)
-        if task := (result.get("tasks") or {}).get(self.sweep.task):
+        if task := (result.get("tasks") or {}).get(self.sweep.figure):
             after = task["after"]
             row |= {"figure": after["value"], "low": after["low"], "high": after["high"]}
         row |= {"seconds": now.account.wall_s, "usd": now.account.cost_usd, "steps": now.step}
@@ -206,9 +208,15 @@ class Running(TrialProgressCallback):
         config: Config = next(config for _, config in self.trials.values())
         sign = 1.0 if self.sweep.best(config) == "min" else -1.0
         rows = [self.row(name) for name in self.trials]
-        rows.sort(key=lambda row: np.inf if row["figure"] is None else sign * row["figure"])
+        last = (None, REJECTED)  # no figure, or a model that eval.gate rejects
+        rows.sort(
+            key=lambda row: (
+                row["state"] in last or row["figure"] in last,
+                sign * (row["figure"] or 0.0),
+            )
+        )
         (seconds, usd), best, page = self.spent(), None, None
-        if rows[0]["figure"] is not None:
+        if rows[0]["figure"] is not None and rows[0]["state"] != REJECTED:
             fields = self.trials[rows[0]["trial"]][1].to_overrides()
             if rows[0]["state"] == DONE:
                 new = f"{rows[0]['trial'][:60]}-on"
@@ -243,8 +251,8 @@ def driver_of(running: Running, todo: Collection[str]) -> Callable[[dict[str, An
     configs = {name: config.to_overrides() for name, (_, config) in running.trials.items()}
 
     def trial(given: dict[str, Any]) -> None:
-        def tell(line: Mapping[str, Any]) -> None:
-            if (value := wanted.figure(line)) is not None:
+        def tell(line: MetricsLine) -> None:
+            if (value := metrics.held_out_figure(line, wanted.figure)) is not None:
                 tune.report({"step": line["step"], wanted.metric: value})
 
         name = given["trial"]
@@ -269,7 +277,7 @@ def _run(
     try:
         for name, each in ready.items():  # one after the other: equal rows are made once
             made = watching(lambda each=each: prepare_beforehand(each, phases), running.stop.check)  # type: ignore[misc]
-            if not (wanted.task or made.held_out):
+            if wanted.metric == "eval_loss" and not made.held_out:
                 why = "no data are held out. Set data.eval_fraction or data.eval_path in its config"
                 raise ConfigError([f"metric=eval_loss is without figures: {why}"])
             steps = order_of(each.config.with_micro_batch(1), made).num_steps
@@ -290,7 +298,7 @@ def _run(
         if (budget := getattr(wanted, limit)) is not None and not total[unit] <= budget:
             told = f"{limit}={budget:g} may end trials early: the plan of all takes"
             running.say.print(f"{told} {total[unit]:.3g} {unit}".replace(" nan ", " n/a "))
-    ended = {DONE, ASHA} if asha else {DONE}
+    ended = {DONE, REJECTED, ASHA} if asha else {DONE, REJECTED}
     over = [name for name in ready if running.row(name)["state"] in ended]
     todo = [name for name in ready if name not in over]
     free_memory_gib = free_gib(False, 1) if started_here() and not gpus else np.inf
@@ -327,9 +335,7 @@ def room(free: int, workers: int, free_memory_gib: float, gib: float) -> int:
 
 def took(seconds: float, usd: float | None) -> str:
     """Say what all trials have taken."""
-    return f"all trials took {seconds / 3600:.4f} hours" + (
-        "" if usd is None else f", {usd:.2f} USD"
-    )
+    return f"all trials took {seconds / 3600:.4f} hours, {dollars(usd)}"
 
 
 def _show(console: Console, table: pandas.DataFrame) -> None:
