@@ -16,6 +16,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -276,7 +277,7 @@ def _run(
     rows, gib = list[dict[str, Any]](), 0.0  # of a worker
     try:
         for name, each in ready.items():  # one after the other: equal rows are made once
-            made = watching(lambda each=each: prepare_beforehand(each, phases), running.stop.check)  # type: ignore[misc]
+            made = watching(partial(prepare_beforehand, each, phases), running.stop.check)
             if wanted.metric == "eval_loss" and not made.held_out:
                 why = "no data are held out. Set data.eval_fraction or data.eval_path in its config"
                 raise ConfigError([f"metric=eval_loss is without figures: {why}"])
