@@ -12,11 +12,10 @@ LEASE, STOP, RECOVERY, PLACEMENT, SUPERVISE, VALIDATION, WORKER = (
         "recovery",
         "placement",
         "supervise",
-        "checkpoint_validation",
+        "ray_workers",
         "worker",
     )
 )
-FENCE = "rayapp/driver/fence.py"
 METRICS = "rayapp/observe/metrics_log.py"
 OF_LEASE = "tests/test_driver_lease.py"
 OF_STOP = "tests/test_driver_stop.py"
@@ -25,7 +24,7 @@ OF_PLACEMENT = "tests/test_driver_placement.py"
 OF_METRICS = "tests/test_observe_metrics.py"
 OF_SUPERVISE = "tests/test_driver_supervise.py"
 OUTPUT, OF_OUTPUT = "rayapp/driver/output.py", "tests/test_driver_output.py"
-OF_RESERVE = "tests/test_driver_reserve.py"
+OF_RESERVE = "tests/test_driver_output_reserve.py"
 
 DRIVER = (
     # ---- One live run per name
@@ -198,7 +197,7 @@ DRIVER = (
         VALIDATION,
         "or newest.step <= self._asked",
         "or newest.step < self._asked",
-        "tests/test_driver_checkpoint_validation.py",
+        "tests/test_driver_ray_workers_validation.py",
     ),
     # ---- metrics.jsonl
     Mutation(
@@ -252,7 +251,7 @@ DRIVER = (
     ),
     Mutation(
         "write-after-the-lease",
-        FENCE,
+        LEASE,
         "                self.verify()  #",
         "                pass  #",
         OF_LEASE,
@@ -295,7 +294,7 @@ DRIVER = (
     ),
     Mutation(
         "reserve-that-takes-no-room",
-        "rayapp/driver/reserve.py",
+        OUTPUT,
         "file.write(os.urandom(RESERVE_BYTES))",
         "file.truncate(RESERVE_BYTES)",
         OF_RESERVE,
@@ -331,8 +330,8 @@ DRIVER = (
     Mutation(
         "first-failure-untold",
         RECOVERY,
-        "if ending.kind == FAILURE and self._first is None:",
-        "if ending.kind == FAILURE:",
+        "if ending.kind == attempts.FAILURE and self._first is None:",
+        "if ending.kind == attempts.FAILURE:",
         OF_RECOVERY,
     ),
     Mutation(
@@ -344,9 +343,9 @@ DRIVER = (
     ),
     Mutation(
         "prices-of-a-list-unchecked",
-        "rayapp/driver/budget.py",
-        'if config.run.max_usd is None or all(machines(one, 1)["usd_per_hour"] for one in each):',
-        'if config.run.max_usd is None or any(machines(one, 1)["usd_per_hour"] for one in each):',
-        "tests/test_driver_budget.py -k choice",
+        STOP,
+        'known = all(machines(one, 1)["usd_per_hour"] for one in each)',
+        'known = any(machines(one, 1)["usd_per_hour"] for one in each)',
+        "tests/test_driver_stop_budget.py -k choice",
     ),
 )

@@ -62,7 +62,7 @@ ROWS = (
     ),
     Mutation(
         "packings-in-the-same-order",
-        "rayapp/order/packings.py",
+        "rayapp/order/windows.py",
         "turn * len(packings) + number",
         "turn",
         "tests/test_order_packings.py",
@@ -196,20 +196,6 @@ ROWS = (
         "tests/test_data_rendering.py",
     ),
     Mutation(
-        "parts-of-a-text-each-with-an-end",
-        DOCUMENTS,
-        "begins, ends=False)",
-        "begins)",
-        "tests/test_data_rendering.py -k end_to_end",
-    ),
-    Mutation(
-        "parts-of-a-text-are-documents",
-        SECTIONS,
-        "if record.goes_on)",
-        "if record.goes_on and number < 0)",
-        f"{OF_PREPARE} -k long_texts",
-    ),
-    Mutation(
         "users-words-bear-loss",
         CHAT,
         'enumerate(messages) if message["role"] == "assistant"',
@@ -240,15 +226,15 @@ ROWS = (
     Mutation(
         "held-out-by-process",
         READING,
-        'return int.from_bytes(digest.digest(), "little")',
-        "return hash(digest.digest()) % 2**64",
+        'return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")',
+        "return hash(content) % 2**64",
         "tests/test_data_sources.py -k held_out_share",
     ),
     Mutation(
         "copies-on-both-sides",
         TOKENISING,
         "sources.drawn_of(content_of(record.value, recipe.kind))",
-        "sources.drawn_of([repr(record.value).encode()])",
+        "sources.drawn_of(repr(record.value).encode())",
         OF_PREPARE,
     ),
     Mutation(

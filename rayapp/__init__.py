@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rayapp.config import RunConfig as RunConfig
     from rayapp.config import VisionConfig as VisionConfig
     from rayapp.config import load as load
+    from rayapp.driver.observe import Hook as Hook
     from rayapp.finetune import sweep as sweep
     from rayapp.generation import generate as generate
     from rayapp.jobs import JobError as JobError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from rayapp.jobs.handle import Job as Job
     from rayapp.jobs.handle import submit as submit
     from rayapp.jobs.results import Result as Result
-    from rayapp.observe.hooks import Hook as Hook
     from rayapp.observe.status import NoRun as NoRun
     from rayapp.observe.status import Progress as Progress
     from rayapp.planner import Answer as Answer
@@ -51,7 +51,7 @@ _HOMES = {
         "rayapp.jobs.find": "job runs",
         "rayapp.jobs.handle": "Job submit",
         "rayapp.jobs.results": "Result",
-        "rayapp.observe.hooks": "Hook",
+        "rayapp.driver.observe": "Hook",
         "rayapp.observe.status": "NoRun Progress",
         "rayapp.planner": "Answer",
         "rayapp.train.planning": "plan",

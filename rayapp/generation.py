@@ -24,8 +24,7 @@ from rayapp.data.kinds import takes_template
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe import status
 from rayapp.observe.run_folder import CONFIG, MODEL
-from rayapp.storage import Storage, open_storage
-from rayapp.storage.inputs import local_copy
+from rayapp.storage import Storage, local_copy, open_storage
 
 if TYPE_CHECKING:
     import torch

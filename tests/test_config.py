@@ -203,11 +203,7 @@ def test_a_short_yaml_is_not_long_to_read() -> None:
     with pytest.raises(yaml.YAMLError, match="more than 1,048,576 characters"):
         parse_yaml("a" * 2**20 + "a")
     assert parse_yaml("[no, 1.10, 010, ~]", texts=True) == ["no", "1.10", "010", "~"]
-    value: Any = "x"
-    for _ in range(200):
-        value = [value, value]
-    assert text_of(value) == "[" * 77 + "..."
-    assert text_of("x" * 10**6) == "x" * 77 + "..." and text_of(10**5000).startswith("0x")
+    assert text_of("x" * 10**6) == "x" * 77 + "..." and len(text_of(["x"] * 999)) == 80
     for short in ({"a": (1, [None, "b\n"], {}), 2: ()}, (1,), [], 1.5, "a  b"):
         assert text_of(short) == " ".join(str(short).split())
 
@@ -301,7 +297,9 @@ def test_the_words_of_a_refusal(field: str, value: Any, start: str) -> None:
 def test_a_field_of_a_task_of_ones_own_name_is_told() -> None:
     (found,) = problems(eval__tasks={"mine": {"path": "a.jsonl", "zzzzz": "exact"}})
     assert found.startswith("eval.tasks.mine.zzzzz=exact is unknown"), found
-    assert found.endswith("Set one of path, score, max_tokens"), found
+    assert "Set eval.tasks: Questions with answers, by task name: a path, or `{path: " in found, (
+        found
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from reference import made, product
 from rich.console import Console
 
 from rayapp import planner
-from rayapp.config import Config, ConfigError, RunConfig, Train, VisionConfig, load
+from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
+from rayapp.config.language import Train
 from rayapp.data.images.batches import local_steps
 from rayapp.hardware import INSTANCES
 from rayapp.planner import plan_tables

@@ -28,14 +28,14 @@ from transformers import PreTrainedTokenizerFast
 
 from rayapp import order
 from rayapp.data import (
-    long_texts,
+    preparation as prepare,
+)
+from rayapp.data import (
+    rendering,
     sources,
     tokenising,
     tokens,
     unit_rows,
-)
-from rayapp.data import (
-    preparation as prepare,
 )
 from rayapp.data import (
     token_sections as sections,
@@ -44,7 +44,7 @@ from rayapp.data.packing import IGNORE, Document
 from rayapp.data.prepared import BLOCKS, USED, Prepared, load
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rendering import Renderer, content_of
-from rayapp.data.sources import cutting, json_lines
+from rayapp.data.sources import cutting
 from rayapp.data.token_rows import local_steps
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.processes import machine
@@ -615,23 +615,15 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
     recipe = replace(recipe, source=sources.find(str(tmp_path / name)))
     whole = here(recipe, tmp_path / "whole")
     for module, constant in (
-        (json_lines, "LARGE"),
-        (json_lines, "PART_BYTES"),
-        (long_texts, "MAX_ENCODED"),
-        (long_texts, "FEW_ENCODED"),
-        (long_texts, "CUT_REACH"),
+        (rendering, "MAX_ENCODED"),
+        (rendering, "FEW_ENCODED"),
+        (rendering, "CUT_REACH"),
         (tokenising, "BATCH_SIZE"),
         (sections, "SECTION_TOKENS"),
         (unit_rows, "SPOOL_TOKENS"),
     ):
         monkeypatch.setattr(module, constant, 50)
-    seen = []
-    in_parts = Renderer.in_parts
-    monkeypatch.setattr(
-        Renderer, "in_parts", lambda self, v: (seen.append(type(v["text"])), in_parts(self, v))[1]
-    )
     parts = here(recipe, tmp_path / "parts")
-    assert seen.count(sources.LongText) > 20
     folders = [open_storage(str(tmp_path / f)) / recipe.fingerprint for f in ("whole", "parts")]
     assert contents(folders[0]) == contents(folders[1])
     assert parts.records == whole.records == 61

@@ -10,7 +10,7 @@ import pytest
 from rayapp.data.chat import APART, ChatTemplate
 from rayapp.data.messages import NO_REASONING
 from rayapp.data.rendering import Renderer
-from rayapp.data.templates import TemplateError, template_of
+from rayapp.data.tokens import TemplateError, template_of
 
 pytestmark = pytest.mark.skipif(
     published.folder() is None, reason="the templates are in trl: pip install '.[chat]'"

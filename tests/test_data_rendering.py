@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data import long_texts
+from rayapp.data import rendering
 from rayapp.data.kinds import problem_of
 from rayapp.data.rendering import Renderer
 
@@ -90,7 +87,7 @@ def test_a_long_text_is_encoded_in_parts_and_has_the_tokens_of_the_whole(
     text = {"text": LINES}
     prompt = {"prompt": LINES, "completion": LINES[:70]}
     whole = [document(tokenizer, "text", text), document(tokenizer, "prompt", prompt)]
-    monkeypatch.setattr(long_texts, "MAX_ENCODED", 100)
+    monkeypatch.setattr(rendering, "MAX_ENCODED", 100)
     seen = []
     encode = Renderer._encode_whole
     monkeypatch.setattr(
@@ -104,48 +101,15 @@ def test_a_long_text_is_encoded_in_parts_and_has_the_tokens_of_the_whole(
         assert one.num_bytes.tolist() == other.num_bytes.tolist()
 
 
-@pytest.mark.parametrize("model", ["bpe", "unigram"])
-@pytest.mark.parametrize("prepend", ["normalizer", "first", "always"])
-def test_a_tokenizer_that_puts_a_space_first_puts_none_within_a_long_text(
-    monkeypatch: pytest.MonkeyPatch, prepend: str, model: str
-) -> None:
-    tokenizer = sentencepiece(prepend, model)
-    values = [
-        ("text", {"text": LINES}),
-        ("text", {"text": LINES.replace("text", "te</s>xt")}),
-        ("prompt", {"prompt": LINES, "completion": LINES}),
-    ]
-    whole = [document(tokenizer, kind, value) for kind, value in values]
-    for constant in ("MAX_ENCODED", "FEW_ENCODED", "CUT_REACH"):
-        monkeypatch.setattr(long_texts, constant, 60)
-    seen = []
-    encode = Renderer._encode_whole
-    monkeypatch.setattr(
-        Renderer, "_encode_whole", lambda self, texts: (seen.append(texts), encode(self, texts))[1]
-    )
-    made = [document(tokenizer, kind, value) for kind, value in values]
-    assert len(seen) > 20
-    for one, other in zip(made, whole, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.num_bytes.tolist() == other.num_bytes.tolist()
-
-
-def test_a_tokenizer_with_line_ends_inside_tokens_encodes_long_texts_whole() -> None:
-    tokenizer = copy.deepcopy(sentencepiece("first", "bpe"))
-    assert Renderer(tokenizer, "text").can_cut
-    tokenizer.add_tokens(["b\nc"])
-    assert not Renderer(tokenizer, "text").can_cut
-
-
 @pytest.mark.parametrize("prepend", ["never", "first", "always"])
 @drawn
 @given(text=TEXTS.map(lambda text: text.replace("▁", "_") * 9))
 def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
     """Also a line that is longer than a part, and tokenizers that put a space first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "MAX_ENCODED", 7)
-        patch.setattr(long_texts, "CUT_REACH", 4)
-        parts = list(long_texts.parts_of([text]))
+        patch.setattr(rendering, "MAX_ENCODED", 7)
+        patch.setattr(rendering, "CUT_REACH", 4)
+        parts = list(rendering.parts_of(text))
         assert "".join(parts) == text and max(map(len, parts)) <= 7
         tokenizer = sentencepiece(prepend, "bpe")
         made = document(tokenizer, "text", text)
@@ -156,45 +120,14 @@ def test_parts_of_any_text_lose_nothing(prepend: str, text: str) -> None:
 
 
 def test_words_and_lines_stay_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_texts, "FEW_ENCODED", 100)
-    monkeypatch.setattr(long_texts, "CUT_REACH", 30)
+    monkeypatch.setattr(rendering, "FEW_ENCODED", 100)
+    monkeypatch.setattr(rendering, "CUT_REACH", 30)
     for text, ends, begins in ((LINES, "\n", ""), (LINES.replace("\n", "  and "), "", " ")):
-        first, *rest = pieces = list(long_texts.pieces_of([text], long_texts.PIECE_ENDS))
+        first, *rest = pieces = list(rendering.pieces_of([text], rendering.PIECE_ENDS))
         assert "".join(pieces) == text and len(pieces) > 12 and max(map(len, pieces)) <= 130
         assert all(piece.endswith(ends) for piece in [first, *rest[:-1]])
         assert all(piece.startswith(begins) for piece in rest)
-    assert list(long_texts.pieces_of(["x" * 1000], long_texts.PIECE_ENDS)) == ["x" * 1000]
-
-
-TEXTS_OF_PARTS = st.lists(
-    st.sampled_from(["ab\ncd", "e f", " ", "</s>", "<s>", "\n", "é"]), max_size=30
-).map("".join)
-
-
-@pytest.mark.parametrize("special_tokens", ["text", "control"])
-@pytest.mark.parametrize("name", ["$A", "<s> $A </s>", "normalizer", "first", "never"])
-@drawn
-@given(text=TEXTS_OF_PARTS)
-def test_parts_laid_end_to_end_are_the_document(name: str, special_tokens: str, text: str) -> None:
-    tokenizer = around(name) if "$A" in name else sentencepiece(name, "bpe")
-    renderer = Renderer(tokenizer, "text", special_tokens=special_tokens)
-    assert renderer.can_cut
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_texts, "MAX_ENCODED", 7)
-        patch.setattr(long_texts, "FEW_ENCODED", 4)
-        patch.setattr(long_texts, "CUT_REACH", 3)
-        whole, note = renderer.document({"text": text})
-        parts = list(renderer.in_parts({"text": text}))
-    assert whole is not None
-    columns = ["tokens", "loss", "num_bytes"]
-    if renderer.adds_space and "<" in text:  # of the first token, which has the added space
-        columns.remove("num_bytes")
-    for column in columns:
-        joined = np.concatenate([getattr(part, column) for part, _, _ in parts])
-        assert joined.tolist() == getattr(whole, column).tolist()
-    assert [goes_on for _, _, goes_on in parts] == [True] * (len(parts) - 1) + [False]
-    if special_tokens == "control":
-        assert note is None and not any(note for _, note, _ in parts)
+    assert list(rendering.pieces_of(["x" * 1000], rendering.PIECE_ENDS)) == ["x" * 1000]
 
 
 @pytest.mark.parametrize(

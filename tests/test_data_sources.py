@@ -25,7 +25,7 @@ from rayapp.data.sources import (
     SourceError,
     cutting,
     hub,
-    json_lines,
+    streams,
 )
 from rayapp.data.sources import (
     pieces as reading,
@@ -512,7 +512,7 @@ def test_a_line_beyond_the_limit_is_refused_and_its_end_is_not_read(
 ) -> None:
     monkeypatch.setattr(cutting, "UNIT_BYTES", 100)
     monkeypatch.setattr(reading, "LINE_BYTES", 300)
-    monkeypatch.setattr(json_lines, "LINE_BYTES", 300)
+    monkeypatch.setattr(streams, "LINE_BYTES", 300)
     lines = [b'{"text": "%d"}' % n for n in range(8)]
     lines[2] = b'{"text": "' + b"x" * 100_000 + b'"}'
     lines[5] = b'{"text": "' + b"x" * 288 + b'"}'  # 300 bytes
@@ -559,7 +559,7 @@ def test_the_held_out_share_is_drawn_by_content(tmp_path: Path) -> None:
     def held_out(fraction: float) -> set[bytes]:
         split = "hash" if 0 < fraction < 1 else ("eval" if fraction else "train")
         piece = sources.Piece("a.jsonl", 0, 1, split)
-        draws = {content: sources.drawn_of([content]) for content in contents}
+        draws = {content: sources.drawn_of(content) for content in contents}
         return {one for one, drawn in draws.items() if sources.is_eval(piece, drawn, fraction)}
 
     few, some = held_out(0.05), held_out(0.25)

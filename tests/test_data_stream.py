@@ -15,7 +15,6 @@ import pytest
 from patience import PATIENCE_S
 
 from rayapp.data import stream
-from rayapp.data import token_rows as row_files
 from rayapp.data.packing import IGNORE, row_dtype
 from rayapp.data.prepared import Prepared
 from rayapp.data.token_rows import (
@@ -29,7 +28,7 @@ from rayapp.data.token_rows import (
     with_checksums,
 )
 from rayapp.order import EMPTY, Order
-from rayapp.storage import Storage, StorageError, open_storage
+from rayapp.storage import StorageError, open_storage
 
 SHARDS = (5, 1, 8, 3)  # rows
 SEQ_LEN = 6
@@ -302,52 +301,6 @@ def test_rows_by_number(where: str, request: pytest.FixtureRequest, tmp_path: Pa
     assert whole.tobytes() == data
 
 
-@pytest.mark.parametrize(
-    ("ids", "gap", "most", "reads"),
-    [
-        ([0, 1, 2], 0, 100, [(0, 3)]),
-        ([2, 0, 1, 0], 0, 100, [(0, 3)]),
-        ([0, 2], 0, 100, [(0, 1), (2, 1)]),
-        ([0, 2, 5], 1, 100, [(0, 3), (0, 1)]),
-        ([0, 1, 2, 3], 0, 2, [(0, 2), (2, 2)]),
-        ([4, 6, 7, 13], 4, 100, [(4, 1), (0, 2), (7, 1)]),  # shards of 5, 1 and 8 rows
-    ],
-)
-def test_rows_that_lie_close_come_with_one_get(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ids: list[int],
-    gap: int,
-    most: int,
-    reads: list[tuple[int, int]],
-) -> None:
-    """`reads` are (first row of a shard, rows)."""
-    size = stored_bytes(SEQ_LEN)
-    monkeypatch.setattr(row_files, "GAP_BYTES", gap * size)
-    monkeypatch.setattr(row_files, "RANGE_BYTES", most * size)
-    rows = random_rows(str(tmp_path)).rows("train")
-    far: Any = Far(rows.storage)
-    expected, rows.storage = rows.read(np.array(ids)), far
-    assert rows.read(np.array(ids)).tobytes() == expected.tobytes()
-    found = [(offset // size, length // size) for _, offset, length in sorted(far.reads)]
-    assert sorted(found) == sorted(reads)
-
-
-class Far:
-    """A folder that is read as one on S3 is."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.reads: list[tuple[str, int, int]] = []
-
-    def local_path(self) -> None:
-        return None
-
-    def read(self, name: str, offset: int, length: int) -> bytes:
-        self.reads.append((name, offset, length))
-        return self.storage.read(name, offset, length)
-
-
 @pytest.mark.parametrize("where", ["folder", "s3"])
 def test_a_row_with_a_changed_bit_is_named(where: str, tmp_path: Path, s3_bucket: str) -> None:
     """In each of its bytes, the checksum's own included; the rows beside it are read."""
@@ -451,8 +404,8 @@ def test_a_block_that_takes_long_does_not_end_the_stream(
         return stream.blocks(order, step, world, 8, {"rows": ((), np.int64)}, fill, 1, 1)
 
     (given,) = stream.ExactOrder(first_step).configure({"train": 2}, 1)
-    taken = stream.parts(given["train"], ["rows"], order.micro_batch, order.num_micro_batches(1))
-    assert [step for step, _ in taken] == [2, 3]
+    taken = stream.parts(given["train"], order.micro_batch, order.num_micro_batches(1))
+    assert [step for step, *_ in taken] == [2, 3]
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

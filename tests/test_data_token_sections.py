@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,7 @@ def records(draw: st.DrawFn) -> TokenisedRecord:
         )
     place = draw(st.integers(0, 2**40))
     piece, drawn = draw(st.integers(0, 2**31)), draw(st.integers(0, 2**64 - 1))
-    flags = draw(st.booleans()), draw(st.booleans())
-    return TokenisedRecord(piece, place, document, problem, drawn, *flags)
+    return TokenisedRecord(piece, place, document, problem, drawn, draw(st.booleans()))
 
 
 def plain(record: TokenisedRecord) -> tuple[Any, ...]:
@@ -43,8 +43,7 @@ def plain(record: TokenisedRecord) -> tuple[Any, ...]:
     arrays = document and tuple(
         (a.dtype.str, a.tolist()) for a in (document.tokens, document.loss, document.num_bytes)
     )
-    flags = record.goes_on, record.more
-    return record.piece, record.place, arrays, record.problem, record.drawn, flags
+    return record.piece, record.place, arrays, record.problem, record.drawn, record.more
 
 
 @settings(deadline=None)
@@ -122,6 +121,14 @@ def test_sections_that_were_moved_are_damaged(order: str) -> None:
     file = io.BytesIO(b"".join(each[int(number)] for number in numbers))
     with pytest.raises(DamagedTokens):
         list(sections.read(file, SEED + 10 if elsewhere else SEED))
+
+
+def test_a_long_document_in_parts_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an earlier version stored it, in several records."""
+    dumps = json.dumps
+    monkeypatch.setattr(sections.json, "dumps", lambda head: dumps({**head, "going_on": [0]}))
+    with pytest.raises(DamagedTokens, match="in parts"):
+        list(sections.read(io.BytesIO(some()), SEED))
 
 
 def test_a_token_of_a_small_vocabulary_takes_two_bytes_at_most() -> None:

@@ -1,4 +1,4 @@
-"""Check tokenizers, and the bytes that tokens stand for."""
+"""Check tokenizers, the bytes that tokens stand for, and what data.chat_template may name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from tokenizers_made import CORPUS, TEXTS, around, bpe, document, drawn, sentenc
 from transformers import PreTrainedTokenizerFast
 
 from rayapp.data import tokens
-from rayapp.data.tokens import byte_tokenizer, token_bytes, train_bpe
+from rayapp.data.tokens import (
+    CHAT_TEMPLATE,
+    TemplateError,
+    byte_tokenizer,
+    template_of,
+    token_bytes,
+    train_bpe,
+)
 from rayapp.storage import open_storage
 
 
@@ -161,3 +168,26 @@ def test_the_digest_is_of_rules_and_not_of_what_was_done_before() -> None:
     assert tokens.tokenizer_digest(tokenizer) == before
     tokenizer.chat_template = "other"
     assert tokens.tokenizer_digest(tokenizer) != before
+
+
+def test_a_file_and_chatml(tmp_path: Path, s3_bucket: str) -> None:
+    (tmp_path / "a.jinja").write_text("\ufeff{{ messages }} é")
+    open_storage(f"s3://{s3_bucket}/x").write("a.jinja", b"of s3")
+    assert template_of(str(tmp_path / "a.jinja"), None) == "{{ messages }} é"
+    assert template_of(f"s3://{s3_bucket}/x/a.jinja", None) == "of s3"
+    assert template_of("chatml", None) == CHAT_TEMPLATE
+    with pytest.raises(TemplateError, match=r"b\.jinja is missing: there is no such file\. Give"):
+        template_of(str(tmp_path / "b.jinja"), None)
+
+
+def test_a_training_variant_needs_a_template_and_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert template_of("training", None) == "", "that of a tokenizer yet to be made has its marks"
+    tokenizer = byte_tokenizer()
+    monkeypatch.setitem(sys.modules, "trl.chat_template_utils", None)
+    with pytest.raises(TemplateError, match=r"pip install 'rayapp\[chat\]'"):
+        template_of("training", tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match="the tokenizer has no template to take"):
+        template_of("training", tokenizer)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,8 @@ from run_folders import RunFolder
 
 from rayapp.config import load
 from rayapp.driver import observe
-from rayapp.driver.observe import TrackerFeed
+from rayapp.driver.observe import Hooks, TrackerFeed
 from rayapp.observe import trackers
-from rayapp.observe.hooks import Hooks
 from rayapp.storage import Storage, open_storage
 
 
@@ -38,7 +37,7 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.ended: tuple[str, Any] | None = None
-        self.refuses = threading.Event()
+        self.refuses = Event()
 
     def write(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
@@ -79,11 +78,15 @@ def told_of(run: Storage) -> Told:
     return Told(run)
 
 
-def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
-    while recorder.steps != steps:
-        assert time.monotonic() < until, recorder.steps
+    while not holds():
+        assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def wait_for(recorder: Recorder, steps: list[tuple[int, int]]) -> None:
+    wait_until(lambda: recorder.steps == steps)
 
 
 def lines_of(steps: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -167,7 +170,7 @@ class NoGauges:
 def test_hooks_are_told_of_the_steps_of_this_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not of those that were there when it began."""
+    """Not of those that were there when it began; after an outage, and again after a recovery."""
     monkeypatch.setattr(observe, "Driver", NoGauges)
     monkeypatch.setattr(observe, "POLL_S", 0.01)
     folder, steps = RunFolder(open_storage(str(tmp_path)), "demo", steps=9), list[int]()
@@ -176,13 +179,40 @@ def test_hooks_are_told_of_the_steps_of_this_command(
     spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=9))
     spec.config = load(None, {"run.trackers": "none"})
     with observe.Observer(spec, folder.run, hooks) as observer:
-        until = time.monotonic() + PATIENCE_S
-        while not observer._looked:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        read, failures = observer._lines.lines, [OSError("away")]
+
+        def lines(start: int, stop: int) -> Any:
+            if failures:
+                raise failures.pop()
+            return read(start, stop)
+
+        monkeypatch.setattr(observer._lines, "lines", lines)
+        wait_until(lambda: observer._told is not None)
         folder.train(3)
+        wait_until(lambda: len(steps) == 3)
+        folder.train(2, at=6)
     hooks.end({"status": "done"})
-    assert steps == [5, 6, 7]
+    assert steps == [5, 6, 7, 7, 8] and not failures
+
+
+def test_a_slow_hook_leaves_lines_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "Driver", NoGauges)
+    monkeypatch.setattr(observe, "POLL_S", 0.01)
+    monkeypatch.setattr(observe, "PART", 2)
+    folder, steps, go_on = RunFolder(open_storage(str(tmp_path)), "demo", steps=9), [], Event()
+    hook = SimpleNamespace(on_step=lambda line: go_on.wait(PATIENCE_S) and steps.append(line))
+    hooks = Hooks([hook])
+    spec: Any = SimpleNamespace(config=load(), order=SimpleNamespace(num_steps=9))
+    with observe.Observer(spec, folder.run, hooks) as observer:
+        wait_until(lambda: observer._told is not None)
+        folder.train(9)
+        wait_until(lambda: hooks.calls.qsize() >= 2)
+        assert hooks.calls.qsize() <= 3
+        go_on.set()
+    hooks.end({"status": "done"})
+    assert [line["step"] for line in steps] == list(range(1, 10))
 
 
 def test_a_damaged_event_ends_no_observer(

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from ray.train.v2.api.exceptions import WorkerGroupError
 from rich.console import Console
-from rich.table import Table
 
 from rayapp.config import load
 from rayapp.driver import display
@@ -23,7 +22,6 @@ from rayapp.driver.output import (
     AttemptLogs,
     Tail,
     captured,
-    copied,
 )
 from rayapp.observe import attempts
 from rayapp.observe.clock import Clock
@@ -68,45 +66,6 @@ def test_a_stream_of_a_notebook_has_no_descriptor(monkeypatch: pytest.MonkeyPatc
         assert not sys.stdout.isatty()
     assert sys.stdout is cell
     assert cell.getvalue() == tail.text() == "in a cell\n"
-
-
-def test_a_console_with_an_output_of_its_own_is_kept_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Jupyter's displays objects; another writes to a file. One on stdout is kept once."""
-    shown, file = list[str](), io.StringIO()
-    monkeypatch.setattr(
-        "rich.jupyter.display", lambda segments, text: shown.append(text), raising=True
-    )
-    table = Table("step", "loss")
-    table.add_row("1", "2.5")
-    consoles = [Console(force_jupyter=True), Console(file=file), Console(force_jupyter=False)]
-    for console in consoles:
-        with captured() as tail, copied(console, tail):
-            console.print("[bold]one[/bold]", "two", style="red")
-            console.print(f"long {'x' * 300}", soft_wrap=True)
-            console.print(table)
-        console.print("after")
-        lines = tail.text().splitlines()
-        assert lines[:2] == ["one two", f"long {'x' * 300}"]
-        assert [line.split() for line in lines[2:] if "2.5" in line] == [
-            ["│", "1", "│", "2.5", "│"]
-        ]
-        assert "after" not in tail.text()
-    assert "long xxx" in shown[1] and shown[-1] == "after\n"
-    assert file.getvalue().startswith("one two\nlong ") and file.getvalue().endswith("after\n")
-
-
-def test_a_bar_on_another_output_is_not_kept_frame_by_frame() -> None:
-    tail, console = Tail(), Console(file=io.StringIO(), force_terminal=True, width=100)
-    with copied(console, tail):
-        bar = ProgressBar(console, 9, "demo")
-        for step in range(1, 10):
-            bar.update(LINE | {"step": step})
-            bar._progress.refresh()  # type: ignore[union-attr]
-        bar.say("after step 9: again")
-        bar.close()
-    assert tail.text().split() == ["after", "step", "9:", "again"]
 
 
 def test_little_memory_keeps_the_end() -> None:

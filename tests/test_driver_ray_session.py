@@ -17,6 +17,7 @@ import torch
 from drill import Drill
 from patience import PATIENCE_S
 
+from rayapp.config import load
 from rayapp.driver import ray_session
 from rayapp.observe.result import RunFailed
 from rayapp.train.checkpoint.marker import steps_done
@@ -55,7 +56,7 @@ def slow(times: int, asked: list[str]) -> Callable[..., None]:
 def test_a_slow_start_of_ray_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(ray_session.STARTS - 1, asked))
-    ray_session._init("local")
+    ray_session._init(load(), "local")
     assert asked == ["local"] * ray_session.STARTS
 
 
@@ -63,7 +64,7 @@ def test_slow_starts_of_ray_are_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(ray_session.STARTS, asked))
     with pytest.raises(RunFailed, match="Ray is slow to start on this machine") as failure:
-        ray_session._init("local")
+        ray_session._init(load(), "local")
     assert asked == ["local"] * ray_session.STARTS and "\n" not in str(failure.value)
 
 
@@ -71,7 +72,7 @@ def test_a_cluster_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.M
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", slow(1, asked))
     with pytest.raises(Exception, match=ray_session.SLOW_START):
-        ray_session._init("10.0.0.1:6379")
+        ray_session._init(load(), "10.0.0.1:6379")
     assert len(asked) == 1
 
 

@@ -10,8 +10,7 @@ from aws_config import endpoint_in_config
 
 from rayapp.driver import ray_workers
 from rayapp.driver.ray_workers import ray_storage
-from rayapp.storage import open_storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import open_input, open_storage
 
 
 def test_an_endpoint_in_the_config_file_holds_for_ray_train_too(

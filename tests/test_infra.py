@@ -28,8 +28,7 @@ from rayapp.cluster import Options, render, write
 from rayapp.config import RunConfig, load
 from rayapp.driver.ray_workers import ray_storage
 from rayapp.hardware import INSTANCES, instance
-from rayapp.storage import MIN_PART_BYTES, StorageError, open_storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import MIN_PART_BYTES, StorageError, open_input, open_storage
 
 DATA_NODES = 2
 ECS_INSTANCE = "p4d.24xlarge"

@@ -20,22 +20,20 @@ from rich.console import Console
 from rayapp.config.fields import TOKENS
 from rayapp.driver.command import _logged
 from rayapp.driver.lease import held
+from rayapp.driver.observe import Hooks
 from rayapp.driver.stop import Stop
 from rayapp.driver.supervise import Command
 from rayapp.observe.columns import Columns
 from rayapp.observe.events import Journal
 from rayapp.observe.gauges import (
-    AT_THE_END,
-    COUNTED,
     FIGURE,
-    OF_THE_DRIVER,
+    TEXTS,
     Driver,
     Steps,
     checkpoint_every_s,
     tell_end,
 )
 from rayapp.observe.goodput import account
-from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import FIELDS, MetricsLine, columns_of, line_of
 from rayapp.observe.result import RunFailed
 from rayapp.storage import open_storage
@@ -296,5 +294,5 @@ def test_checkpoints_are_due_by_time_or_by_steps() -> None:
 
 def test_names_bear_their_unit() -> None:
     assert FIGURE not in FIELDS
-    for name in (*FIELDS, *COUNTED, *OF_THE_DRIVER, *AT_THE_END):
+    for name in TEXTS:
         assert re.fullmatch(r"[a-z][a-z_]*[15]?", name) and not name.endswith("_seconds")

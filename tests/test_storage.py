@@ -593,17 +593,6 @@ def test_a_page_of_a_proxy_is_not_taken_for_an_answer_of_s3(
         assert len(storage.read(entry.name)) == entry.size in (1, 8000, len(LARGE))
 
 
-def test_a_truncated_answer_is_asked_for_again(faults: Faults, either_bucket: str) -> None:
-    """Its headers agree with it, and it has no checksum: the object's size is what tells."""
-    storage = open_storage(f"s3://{either_bucket}/p")
-    storage.write("a", b"content " * 1000)
-    for offset, end in ((0, None), (17, None), (8, 88)):
-        faults.spoil("short", "GET", 2)
-        length = None if end is None else end - offset
-        assert storage.read("a", offset, length) == (b"content " * 1000)[offset:end]
-        assert faults.left == 0
-
-
 @pytest.mark.parametrize("kind", ["expired", "skewed"])
 def test_credentials_and_clocks_that_come_right_are_waited_for(
     faults: Faults, either_bucket: str, kind: str

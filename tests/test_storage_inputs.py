@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.storage import READ_BLOCK, Readable, Storage, StorageError, open_storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import READ_BLOCK, Readable, Storage, StorageError, open_input, open_storage
 
 ROOT = Path(__file__).parent.parent
 LARGE = random.Random(0).randbytes(2 * READ_BLOCK + 77)  # no part of it occurs twice
@@ -63,7 +62,7 @@ def test_another_version_of_a_file_is_refused(storage: Storage, folder: Readable
 
 FORKED = """
 import os, sys
-from rayapp.storage.inputs import open_input
+from rayapp.storage import open_input
 folder = open_input(sys.argv[1])
 assert folder.read("a") == b"1"
 children = []

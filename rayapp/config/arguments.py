@@ -116,27 +116,21 @@ def number(name: str, text: str, *, zero: bool = False, endless: bool = True) ->
     raise ConfigError([f"--{name}={text} is not valid: it must be a number {least}. Set one"])
 
 
-def whole_number(name: str, text: str) -> int:
-    """Return an option's whole number above 0.
+def whole_number(name: str, text: str, least: int = 1) -> int:
+    """Parse an option's whole number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not such a number, or below `least`.
     """
-    value = number(name, text, endless=False)
-    if not value.is_integer():
-        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
-    return int(value)
+    if text.isascii() and text.isdecimal() and int(text) >= least:
+        return int(text)
+    what = f"it must be a whole number from {least}"
+    raise ConfigError([f"--{name}={text} is not valid: {what}. Set one"])
 
 
 def count(name: str, text: str) -> int:
-    """Parse an option's whole number, from 0.
-
-    Raises:
-        ConfigError: the text is not such a number.
-    """
-    if not (text.isascii() and text.isdecimal()):
-        raise ConfigError([f"--{name}={text} is not valid: it must be a whole number. Set one"])
-    return int(text)
+    """Parse an option's whole number, from 0; see `whole_number`."""
+    return whole_number(name, text, 0)
 
 
 def _fields_named(name: str) -> list[str]:

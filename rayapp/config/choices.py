@@ -48,18 +48,14 @@ class Choice:
         name, colon, market = named.partition(":")
         if not name or (colon and market not in MARKETS):
             raise ValueError(f"{text} must be TYPE, TYPE:spot or TYPE:on-demand")
-        return cls(name, market or None, _price(text, price) if at else None)
+        if at and not (price.replace(".", "", 1).isdecimal() and float(price) > 0):
+            raise ValueError(f"{text} must end in USD per hour of one instance, e.g. @9.5")
+        return cls(name, market or None, float(price) if at else None)
 
     @property
     def place(self) -> Place:
         """The instance type and the market, on demand where it is not said."""
         return self.instance, self.market or "on-demand"
-
-
-def _price(text: str, price: str) -> float:
-    if not price.replace(".", "", 1).isdecimal() or float(price) <= 0:
-        raise ValueError(f"{text} must end in USD per hour of one instance, e.g. @9.5")
-    return float(price)
 
 
 def one_or_choices(value: Any) -> str | tuple[str, ...] | None:

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from rayapp.config.reading import ConfigError, sections_in
+from rayapp.config.reading import ConfigError, field_infos, sections_in
 from rayapp.config.sections import RunConfig
 from rayapp.config.text import shown
 
@@ -54,24 +54,16 @@ def _fields(prefix: str, section: FieldInfo, width: int) -> Iterator[str]:
         form = "'{rank: 16}'|none" if inner else form_of(name, info)
         facts = [f"default: {default_of(name, info)}", *filter(None, [limits_of(info)])]
         yield f"  --{field}={form}   [{'; '.join(facts)}]"
-        yield from textwrap.wrap(
-            " ".join((info.description or "").split()),
-            width,
-            initial_indent=INDENT,
-            subsequent_indent=INDENT,
-        )
+        about = " ".join((info.description or "").split())
+        yield textwrap.fill(about, width, initial_indent=INDENT, subsequent_indent=INDENT)
         if inner:
             yield from _fields(field, info, width)
 
 
 def forms(kind: type[RunConfig]) -> dict[str, str]:
     """Return {section.field: form} of all fields of all sections, see `form_of`."""
-    return {
-        f"{section}.{name}": form_of(name, info)
-        for section, about in kind.model_fields.items()
-        if (model := section_of(about))
-        for name, info in model.model_fields.items()
-    }
+    each = field_infos(kind).items()
+    return {n: form_of(n.rpartition(".")[2], i) for n, i in each if n.count(".") == 1}
 
 
 def form_of(name: str, info: FieldInfo) -> str:

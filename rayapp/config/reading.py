@@ -1,24 +1,24 @@
-"""Check a tree of sections and fields, and make a config of it.
-
-    config = check(Config, tree)
-
-All problems are reported at once: those of single fields, and conflicts among the valid fields.
-"""
+"""Read a YAML file, overrides or a tree of sections and fields, and make a checked config of it."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from typing_extensions import TypeVar
 
 from rayapp.config.fields import none_or
+from rayapp.config.language import Config
 from rayapp.config.sections import RunConfig
-from rayapp.config.text import flatten, shown
+from rayapp.config.text import flatten, read_yaml, shown
+from rayapp.config.vision import VisionConfig
 
 # Where Ray unpacks a job's working_dir; the name is a digest of all that is in it.
 PACKAGE = re.compile(r'/[^"]*/_ray_pkg_\w+/')
@@ -37,33 +37,89 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)
 
 
-def check(
-    kind: type[Described], tree: Mapping[str, Any], problems: Iterable[str] = ()
+KINDS: dict[Any, type[RunConfig]] = {None: Config, "vision": VisionConfig}  # by `task`
+
+
+def load(
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    kind: type[Described] | None = None,
+    **sections: Mapping[str, Any],
+) -> Described:
+    """Return a checked config: a YAML file, a config or a mapping of sections, with changes.
+
+    None is the defaults. `overrides` names fields, `{"train.lr": 1e-3}`; `sections` gives some
+    fields of a section, `train={"lr": 1e-3}`. `kind` is the class to make, by default that of
+    `task`.
+
+    Raises:
+        ConfigError: with every problem of the file, the changes and their combination.
+    """
+    tree, problems, changes = dict[str, Any](), list[str](), dict[str, Any]()
+    if isinstance(config, RunConfig):
+        changes |= config.to_overrides()
+    elif isinstance(config, Mapping):
+        tree = deepcopy(dict(config))
+    elif isinstance(config, str | Path):
+        tree, problems = read_yaml(str(config))
+    elif config is not None:
+        problems.append(
+            f"config of type {type(config).__name__} is not valid: a Config, the path of a YAML "
+            "file or a mapping of sections is expected. Name sections: run={'name': 'demo'}"
+        )
+    for name, value in {**(overrides or {}), **sections}.items():
+        if isinstance(value, Mapping) and "." not in name:
+            changes |= {f"{name}.{field}": each for field, each in value.items()}
+        else:
+            changes[name] = value
+    for field, value in changes.items():
+        put(tree, field, value, problems)
+    return from_dict(tree, problems, kind)
+
+
+def from_dict(
+    tree: Mapping[str, Any], problems: Iterable[str] = (), kind: type[Described] | None = None
 ) -> Described:
     """Make a config of a nested mapping of sections and fields.
 
-    `problems` are those found before; they are raised together with new ones.
+    `problems` are those found before; they are raised together with new ones: those of single
+    fields, and conflicts among the valid fields.
 
     Raises:
         ConfigError: with every problem.
     """
+    task = tree.get("task")
+    named = KINDS.get(task) if isinstance(task, str | None) else None
+    if named is None:
+        known = ", ".join(name for name in KINDS if name)
+        what = f"Set task to one of {known}, or remove it for a language model"
+        line = f"task={shown(task)} is unknown: it names the kind of model to train. {what}"
+        raise ConfigError([*problems, line])
+    if kind is not None and task is not None and named is not kind:
+        line = f"task={task} is for another command: this command runs {kind.MODULE}. "
+        raise ConfigError([*problems, f"{line}Run python -m {named.MODULE}"])
+    made = kind or cast(type[Described], named)
     problems = list(problems)
     config, wrong = None, []
     try:
-        config = kind.model_validate(tree)
+        config = made.model_validate(tree)
     except ValidationError as error:
-        problems += [_explain(kind, item) for item in error.errors()]
+        problems += [_explain(made, item) for item in error.errors()]
         wrong = [tuple(map(str, item["loc"])) for item in error.errors()]
     if wrong:  # conflicts among the valid fields are reported too
         try:
-            config = kind.model_validate(_without(tree, wrong))
+            config = made.model_validate(_without(tree, wrong))
         except ValidationError:
             config = None
     if config is not None:
         problems += [
             problem
             for names, problem in config.conflicts()
-            if not any(_overlap(tuple(name.split(".")), at) for name in names for at in wrong)
+            if not any(
+                all(a == b for a, b in zip(name.split("."), at, strict=False))
+                for name in names
+                for at in wrong
+            )
         ]
     if problems or config is None:
         raise ConfigError(problems)
@@ -98,24 +154,23 @@ def differences(old: RunConfig, new: RunConfig, settled: bool = True) -> list[st
     ]
 
 
-def fields(kind: type[RunConfig]) -> dict[str, str]:
+def field_infos(kind: type[RunConfig]) -> dict[str, FieldInfo]:
+    """Return every `section.field`; fields of sections within a section come last."""
+
+    def below(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+        for name, info in model.model_fields.items():
+            yield prefix + name, info
+            for inner in sections_in(info.annotation):
+                yield from below(inner, f"{prefix}{name}.")
+
+    each = [(n, i) for n, i in below(kind, "") if "." in n or not any(sections_in(i.annotation))]
+    return dict(sorted(each, key=lambda field: field[0].count(".") > 1))
+
+
+def fields(kind: type[RunConfig] = Config) -> dict[str, str]:
     """Return the documentation of every `section.field`; nested fields come last."""
-    documentation: dict[str, str] = {}
-    below: dict[str, str] = {}
-    for section, info in kind.model_fields.items():
-        if not any(sections_in(info.annotation)):
-            documentation[section] = " ".join((info.description or "").split())
-        for model in sections_in(info.annotation):
-            for name, field in model.model_fields.items():
-                documentation[f"{section}.{name}"] = " ".join((field.description or "").split())
-                for inner in sections_in(field.annotation):
-                    below |= {
-                        f"{section}.{name}.{each}": " ".join(
-                            (inner_field.description or "").split()
-                        )
-                        for each, inner_field in inner.model_fields.items()
-                    }
-    return documentation | below
+    each = field_infos(kind).items()
+    return {name: " ".join((info.description or "").split()) for name, info in each}
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -123,10 +178,6 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     for each in (annotation, *get_args(annotation)):
         if isinstance(each, type) and issubclass(each, BaseModel):
             yield each
-
-
-def _overlap(a: Sequence[str], b: Sequence[str]) -> bool:
-    return all(x == y for x, y in zip(a, b, strict=False))
 
 
 def put(tree: dict[str, object], field: str, value: Any, problems: list[str]) -> None:
@@ -186,7 +237,7 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
     if mistake == "extra_forbidden":
         return _explain_unknown(kind, location, error["input"])
     known = fields(kind)
-    home = next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
+    home = _home(location, known)
     why = _WHY.get(home if mistake == "string_pattern_mismatch" else mistake)
     if why is None:
         message = error["msg"].removeprefix("Value error, ").replace("Input should", "it must")
@@ -200,29 +251,19 @@ def _explain(kind: type[RunConfig], error: Any) -> str:
     return f"{field}={shown(error['input'])} is not valid: {why}. {what}"
 
 
-def _sections_below(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the section classes in a field's annotation, those of a mapping's values too."""
-    yield from sections_in(annotation)
-    for each in get_args(annotation):
-        yield from _sections_below(each) if get_args(each) else ()
-
-
-def _named_section(kind: type[RunConfig], location: list[str]) -> list[str]:
-    """Return the fields of a section that a field holds by names of the user's."""
-    models: list[type[BaseModel]] = [kind]
-    for part in location:
-        known = [model.model_fields[part] for model in models if part in model.model_fields]
-        models = [each for info in known for each in _sections_below(info.annotation)] or models
-    return [name for model in models for name in model.model_fields]
+def _home(location: list[str], known: Collection[str]) -> str:
+    """Return the field that a place in a config lies in; empty if there is none."""
+    return next((".".join(location[:n]) for n in (3, 2) if ".".join(location[:n]) in known), "")
 
 
 def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> str:
     field, section = ".".join(location), ".".join(location[:-1])
     if why := kind.ABSENT.get(field):
         return f"{field}={shown(value)} is not available: {why}"
-    known = [*kind.model_fields, *fields(kind)]
+    documented = fields(kind)
+    known = [*kind.model_fields, *documented]
     beside = [name for name in known if name.rpartition(".")[0] == section]
-    beside = beside or [f"{section}.{name}" for name in _named_section(kind, location[:-1])]
+    home = _home(location, documented)
     for candidates in (beside, known):
         by_name = {name.rpartition(".")[2]: name for name in candidates}
         near = difflib.get_close_matches(location[-1], list(by_name), n=1, cutoff=0.6)
@@ -230,5 +271,6 @@ def _explain_unknown(kind: type[RunConfig], location: list[str], value: Any) -> 
             what = f"Did you mean {by_name[near[0]]}?"
             break
     else:
-        what = f"Set one of {', '.join(name.rpartition('.')[2] for name in beside)}"
+        names = ", ".join(name.rpartition(".")[2] for name in beside)
+        what = f"Set one of {names}" if names else f"Set {home}: {documented[home].rstrip('.')}"
     return f"{field}={shown(value)} is unknown: there is no such field. {what}"

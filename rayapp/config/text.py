@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,36 +113,9 @@ def shown(value: Any) -> str:
     """Return a value as text for messages: one line of at most 80 characters."""
     if value is None or isinstance(value, bool):
         value = "none" if value is None else str(value).lower()
-    start, length = list[str](), 0
-    for part in (value[:SHOWN],) if isinstance(value, str) else _parts(value):
-        start.append(part)
-        length += len(part)
-        if length >= SHOWN:  # the rest may be as long as it likes
-            break
-    text = " ".join("".join(start).split())
+    text = value[:SHOWN] if isinstance(value, str) else repr(value)[:SHOWN]
+    text = " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _parts(value: Any) -> Iterator[str]:
-    """Yield the text of a value bit by bit, of a text no more than is shown."""
-    if isinstance(value, dict):
-        yield "{"
-        for number, (name, each) in enumerate(value.items()):
-            yield ", " * bool(number)
-            yield from _parts(name)
-            yield ": "
-            yield from _parts(each)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "[" if isinstance(value, list) else "("
-        for number, each in enumerate(value):
-            yield ", " * bool(number)
-            yield from _parts(each)
-        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-    elif isinstance(value, int) and value.bit_length() > 4 * SHOWN:
-        yield hex(value)  # Python writes no decimals of so many digits
-    else:
-        yield repr(value[:SHOWN] if isinstance(value, str) else value)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

@@ -28,7 +28,7 @@ from rayapp.consumers.prompts import Probe, probes_of
 from rayapp.generation import ADAPTER, GENERATION, base_of, exported
 from rayapp.observe.run_folder import MODEL
 from rayapp.observe.status import read_sections
-from rayapp.storage.inputs import local_copy
+from rayapp.storage import local_copy
 
 TRANSFORMERS, TRANSFORMERS_4, VLLM, LLAMA_CPP = "transformers", "transformers4", "vllm", "llama_cpp"
 PYTHON, LIBRARY = "bin/python", "node_modules/node-llama-cpp"  # of an environment

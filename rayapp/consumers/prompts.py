@@ -17,8 +17,7 @@ from rayapp.data.packing import IGNORE
 from rayapp.data.tokens import prompt_ids
 from rayapp.observe.records import Sections
 from rayapp.observe.run_folder import PLAN, PREPARED
-from rayapp.storage import Storage, open_storage
-from rayapp.storage.inputs import read_json
+from rayapp.storage import Storage, open_storage, read_json
 
 CHAT, TEXT = "Hello", "The"  # where the run has neither prompts nor rows
 ROWS, MOST = 8, 3  # rows that are read; documents of them that are tried

@@ -44,7 +44,6 @@ class ControlTokens:
         """Some tokens take in the spaces beside them, or depend on what is beside them."""
 
     def are_in(self, text: str) -> bool:
-        """Return whether the text of a control token is in a text."""
         return self.pattern is not None and self.pattern.search(text) is not None
 
     def marked(self, value: Any) -> Any:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import shapes, sources
@@ -19,7 +18,6 @@ from rayapp.data.prepared import reasons
 from rayapp.data.sources.formats import is_stream
 
 FIRST_FILES, FIRST_RECORDS, FIRST_BYTES = 16, 64, 2**20  # files; records and bytes of each
-SPREAD_PIECES, SPREAD_RECORDS = 16, 4  # looked at where no first record is usable
 NO_COLUMNS: Mapping[str, str] = {}
 SAMPLE_BYTES = 64 * 2**10  # least bytes to sample from a unit
 
@@ -44,29 +42,29 @@ def inspect(
 ) -> Inspected:
     """Read the first records of a few files; return their kind (if `auto`) and their problems.
 
+    The kind is that of most records, `text` if no shape is known.
+
     Up to 64 records of the first piece of each of up to 16 files are read. `limit`, a share of
-    records, decides if these are all the data, or if it is 0. Other data are refused here only if
-    no first record is usable, and none of a few that are spread over the files: a wrong column is
-    reported before anything starts. Else `limit` decides after preparing. `names` are columns that
-    hold numbers.
+    records, decides if these are all the data, or if it is 0 or 1. Other data are refused here only
+    if no first record is usable: a wrong column is reported before anything starts. Else `limit`
+    decides after preparing. `names` are columns that hold numbers.
     """
     firsts, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in firsts if record.problem is None]
     if kind == "auto":
-        kind = _kind_of(rows)
+        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
+        kind = next((known for known, _ in kinds.most_common(1) if known), "text")
     if not firsts:
         return Inspected(kind, (), [f"data.path={path} is empty: there is no record in its files"])
-    judged = _judged(firsts, kind, columns, names)
+    made = [shapes.standardised(record, kind, columns, names) for record in firsts]
+    judged = [(record, record.problem or problem_of(record.value, kind)) for record in made]
     wrong = [(record, why) for record, why in judged if why]
     others = (name for row in rows for name in shapes.unused(row, kind))
     unused = dict.fromkeys(name for name in others if name not in names)
     messages = [m for record, why in judged if not why for m in messages_of(record.value, kind)]
     unused |= dict.fromkeys(shapes.unused_fields(messages))
-    refused = len(wrong) > limit * len(firsts) if whole or not limit else len(wrong) == len(firsts)
-    if refused and limit and not whole:
-        spread = _spread(source)
-        refused = limit < 1 and all(why for _, why in _judged(spread, kind, columns, names))
-    if not refused:
+    most = limit * len(firsts) if whole or limit in (0, 1) else len(firsts) - 1
+    if len(wrong) <= most:
         return Inspected(kind, tuple(unused), [])
     there = {
         name for record in firsts if isinstance(record.value, Mapping) for name in record.value
@@ -84,45 +82,6 @@ def inspect(
         "data.columns, or allow more with data.bad_rows"
     )
     return Inspected(kind, tuple(unused), [problem])
-
-
-def _kind_of(rows: list[Any]) -> RecordKind:
-    """Return the kind of most records; `text` if no shape is known."""
-    kinds = Counter[RecordKind | None](
-        "text" if isinstance(row, str) else shapes.kind_of(row) for row in rows
-    )
-    return next((kind for kind, _ in kinds.most_common(1) if kind), "text")
-
-
-def _judged(
-    records: list[sources.Record],
-    kind: RecordKind,
-    columns: Mapping[str, str],
-    names: Sequence[str],
-) -> list[tuple[sources.Record, str | None]]:
-    """Return the records as standard ones, each with why it is unusable, or None."""
-    made = [shapes.standardised(record, kind, columns, names) for record in records]
-    return [(record, record.problem or problem_of(record.value, kind)) for record in made]
-
-
-def _spread(source: sources.DataSource) -> list[sources.Record]:
-    """Return records of pieces that are spread evenly over the source; of streams, the first."""
-    if source.format == "hub":
-        return []
-    pieces = [piece for unit in sources.units(source, 0.0) for piece in unit.pieces]
-    chosen = [pieces[n * len(pieces) // SPREAD_PIECES] for n in range(SPREAD_PIECES)]
-    return [
-        record
-        for piece in dict.fromkeys(chosen)
-        for record in islice(sources.read_piece(source, _short(source, piece)), SPREAD_RECORDS)
-    ]
-
-
-def _short(source: sources.DataSource, piece: sources.Piece) -> sources.Piece:
-    """Return the beginning of a piece, as far as a piece has one."""
-    if piece.is_stream or source.format not in ("text", "jsonl"):
-        return piece
-    return replace(piece, end=min(piece.end, piece.start + SAMPLE_BYTES))
 
 
 def records(source: sources.DataSource) -> tuple[list[sources.Record], bool]:

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from rayapp.config.fields import RecordKind
-from rayapp.data.long_texts import chunks_of
 from rayapp.data.messages import SPEAKING, said_by, tools_of
-from rayapp.data.sources import LongText
 
 NOT_UNICODE = "has text that is not Unicode (half of a surrogate pair)"
 AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
@@ -73,7 +71,7 @@ def takes_template(kind: str) -> bool:
 
 
 def _problem_of_column(record: Row, name: str) -> str | None:
-    if not isinstance(record[name], str | LongText):
+    if not isinstance(record[name], str):
         return f"has a {name!r} that is not text"
     return _problem_of_text(record[name])
 
@@ -87,10 +85,9 @@ def _problem_of_prompt(record: Row) -> str | None:
     return None
 
 
-def _problem_of_text(text: str | LongText) -> str | None:
+def _problem_of_text(text: str) -> str | None:
     try:
-        for part in chunks_of(text):
-            part.encode()
+        text.encode()
     except UnicodeEncodeError:
         return NOT_UNICODE
     return None

@@ -46,7 +46,7 @@ from rayapp.data.token_rows import stored_bytes
 from rayapp.data.token_sections import TokenisedRecord, TokenSection
 from rayapp.data.token_store import FOLDER, TokenStore, name_of
 from rayapp.data.tokenising import tokenised
-from rayapp.data.unit_rows import UnitAccount, UnitRows
+from rayapp.data.unit_rows import UnitRows
 from rayapp.storage import Storage, open_storage
 
 READERS = 16  # unit summaries read at once
@@ -112,11 +112,18 @@ class UnitTask:
     """Which of several recipes it is of."""
 
     def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it by its recipe; rows go to `folder` of the URL."""
+        """Do it by its recipe; rows go to `folder` of the URL.
+
+        Raises:
+            SourceError: a file is not of its format, so that the rest cannot be read.
+        """
         if self.packs:
             prepare_unit(recipe, url, folder, self.origin, self.index, self.unit)
-        else:
-            tokenise_unit(recipe, url, self.origin, self.unit)
+            return
+        source, store = _source_and_store(recipe, url, self.origin)
+        for block in self.unit.blocks:
+            key, pieces = sources.content_key(source, block.pieces)
+            store.make(key, partial(tokenised, recipe, source, pieces))
 
     def place(self, recipe: RowRecipe) -> str:
         """Return the first piece that it reads, and the number of the others."""
@@ -147,18 +154,6 @@ def jobs_of(recipe: RowRecipe) -> list[Job]:
     return jobs
 
 
-def tokenise_unit(recipe: RowRecipe, root: str, origin: str, unit: sources.ReadUnit) -> None:
-    """Make the blocks of tokens of a unit that are missing, in the URL `root`.
-
-    Raises:
-        SourceError: a file is not of its format, so that the rest cannot be read.
-    """
-    source, store = _source_and_store(recipe, root, origin)
-    for block in unit.blocks:
-        key, pieces = sources.content_key(source, block.pieces)
-        store.make(key, partial(tokenised, recipe, source, pieces))
-
-
 def _source_and_store(
     recipe: RowRecipe, root: str, origin: str
 ) -> tuple[sources.DataSource, TokenStore]:
@@ -184,24 +179,21 @@ def prepare_unit(
     fraction = _fraction(recipe) if origin == "train" else 1.0
     evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
     evaluated = evaluated and not recipe.packing
-    account = UnitAccount(source)
     with ExitStack() as stack:
-        rows = UnitRows(recipe, storage, index, stack)
+        rows = UnitRows(recipe, source, storage, index, stack)
         for block in unit.blocks:
             key, pieces = sources.content_key(source, block.pieces)
-            account.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
+            rows.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
             made = store.sections(key, partial(tokenised, recipe, source, pieces))
             for piece, record in _taken(source, block, made):
-                account.add(piece, record)
+                rows.count(piece, record)
                 if record.document is not None:
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     if evaluated or not held_out:
                         split = "eval" if held_out else "train"
                         rows.add(split, record, piece.is_stream)
-        rows.flush()
+        summary = rows.summary()
     storage.write(_hashes_name(index), bytes(rows.hashes))
-    counts = {split: summed(counts) for split, counts in rows.counts.items()}
-    summary = account.summary(counts, rows.shards)
     write_account(storage, unit_name(index), summary)
 
 

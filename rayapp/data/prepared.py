@@ -134,7 +134,6 @@ class Prepared:
         return TokenRows(storage, self.shards[split], self.seq_len, columns=self.columns)
 
     def num_rows(self, split: str) -> int:
-        """Number of rows of a split."""
         return int(self.counts[split]["rows"])
 
     @property
@@ -144,7 +143,6 @@ class Prepared:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out rows."""
         return self.num_rows("eval")
 
     @property

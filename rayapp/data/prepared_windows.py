@@ -20,8 +20,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from rayapp.data.preparation import UnitTask, jobs_of, merge, whole_units
 from rayapp.data.prepared import USED, Prepared, account_of, rows_of_windows, unit_name
@@ -39,8 +40,7 @@ POLL_S = 0.5
 Check = Callable[[list[Prepared]], str | None]
 
 
-@dataclass(frozen=True)
-class WindowProgress:
+class WindowProgress(NamedTuple):
     """How far the windows are that hold the first rows of a run."""
 
     ready: int
@@ -77,11 +77,9 @@ class Windows:
         """Bytes tokenised of each window that is not packed."""
 
     def bytes_left(self) -> int:
-        """Return the bytes of the windows that are not prepared."""
         return sum(self._size(index) for index in self.order if index not in self.whole)
 
     def end(self, task: UnitTask) -> None:
-        """Note that a task is done."""
         begun = self._begun.get(task.index, 0)
         self._begun[task.index] = begun + task.unit.num_bytes
         if task.packs:
@@ -211,7 +209,7 @@ class Preparation:
             self._changed.wait_for(lambda: self.problem is not None or self.holds(rows))
         if self.problem is not None:
             raise SourceError(self.problem)
-        return self._prepared()
+        return [each.prepared() for each in self.sources]
 
     def close(self) -> None:
         """End the thread after the task that ends next."""
@@ -253,7 +251,7 @@ class Preparation:
                     self.progress(total - left, total)
                 if self._closed or self.holds(rows):
                     break
-        return self._prepared()
+        return [each.prepared() for each in self.sources]
 
     def holds(self, rows: Sequence[int] | None) -> bool:
         """Return whether the first rows of each source, or all, are prepared."""
@@ -262,10 +260,7 @@ class Preparation:
     def state(self, rows: Sequence[int]) -> WindowProgress:
         """Return how far the windows of all sources are that hold the first rows of the run."""
         each = [windows.progress(count) for windows, count in zip(self.sources, rows, strict=True)]
-        return WindowProgress(*map(sum, zip(*map(astuple, each), strict=True)))
-
-    def _prepared(self) -> list[Prepared]:
-        return [each.prepared() for each in self.sources]
+        return WindowProgress(*map(sum, zip(*each, strict=True)))
 
     def _with(self, rows: Sequence[int] | None) -> Iterator[tuple[Windows, int | None]]:
         asked: Sequence[int | None] = rows or [None] * len(self.sources)

@@ -10,6 +10,7 @@ loss too. In `chat` the assistant's tokens bear loss; the template writes begin 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,20 +29,16 @@ from rayapp.data.control import (
     ControlTokens,
 )
 from rayapp.data.kinds import KINDS, problem_of, takes_template
-from rayapp.data.long_texts import (
-    LINE_END,
-    PIECE_ENDS,
-    chunks_of,
-    encoded_line_end,
-    is_long,
-    parts_of,
-    pieces_of,
-)
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
-from rayapp.data.sources import LongText
 from rayapp.data.tokens import token_bytes
 
+MAX_ENCODED = 2**20  # most characters encoded in one call
+FEW_ENCODED = 2**18  # where words or lines end
+CUT_REACH = 64 * 2**10  # characters that are searched for a line end to cut at
+LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+WORD_END = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
+PIECE_ENDS = (LINE_END, WORD_END)  # where a token ends, for usual tokenizers
 AS_JSON = json.JSONEncoder(sort_keys=True, default=str)
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 Body: TypeAlias = tuple[Tokens, int, int]
@@ -50,22 +47,15 @@ Body: TypeAlias = tuple[Tokens, int, int]
 Made: TypeAlias = tuple[Document | None, str | None]
 
 
-def content_of(value: Any, kind: RecordKind) -> Iterable[bytes]:
+def content_of(value: Any, kind: RecordKind) -> bytes:
     """Return the content that identifies a valid record: its text columns, and no others.
 
-    >>> list(content_of({"text": "a", "id": 7}, "text")) == list(content_of("a", "text"))
+    >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
     True
     """
     if kind == "text":
-        return map(str.encode, chunks_of(text_of(value)))
-    columns = [value[name] for name in KINDS[kind].columns]
-    return [AS_JSON.encode(columns).encode()]
-
-
-def text_of(value: Any) -> str | LongText:
-    """Return the text of a valid record of kind text."""
-    text = value if isinstance(value, str) else value["text"]
-    return text if isinstance(text, LongText) else str(text)
+        return str(value if isinstance(value, str) else value["text"]).encode()
+    return AS_JSON.encode([value[name] for name in KINDS[kind].columns]).encode()
 
 
 class Renderer:
@@ -85,7 +75,6 @@ class Renderer:
         self.bytes_of = token_bytes(tokenizer)
         self.end = tokenizer.eos_token_id
         self.opening, self.adds_space = _opening(tokenizer, self.bytes_of)
-        self.line_end = encoded_line_end(tokenizer, self.bytes_of) if self.adds_space else None
         how = (template, reasoning, pads)
         self.chats = ChatTemplate(tokenizer, *how) if takes_template(kind) else None
         if tokenizer.is_fast:  # a tokenizer.json may ask for them
@@ -101,31 +90,6 @@ class Renderer:
         """Return (document, note) or (None, problem); an empty text gives an empty document."""
         (made,) = self.documents([value])
         return made
-
-    def in_parts(self, value: Any) -> Iterator[tuple[Document, str | None, bool]]:
-        """Yield (document, note, whether it goes on) for each part of a valid text's document.
-
-        Laid end to end they are the document of `document`; the last has the note. Memory is that
-        of two parts.
-        """
-        held, held_added = np.empty(0, np.int32), 0
-        note, begins = None, True
-        for piece, tokens, added in self._pieces(text_of(value)):
-            note = note or self._note(piece)
-            if not len(held) or (tokens == self.end).all():  # these may be the last tokens
-                tokens, added = np.concatenate([held, tokens]), held_added + added
-            else:
-                (part,) = self._closed([(held, 0, held_added)], begins, ends=False)
-                yield part, None, True
-                begins = False
-            held, held_added = tokens, added
-        (part,) = self._closed([(held, 0, held_added)], begins)
-        yield part, note, False
-
-    @property
-    def can_cut(self) -> bool:
-        """Whether long texts are encoded in pieces."""
-        return not self.adds_space or self.line_end is not None
 
     def documents(self, values: Sequence[Any]) -> list[Made]:
         """Return `document(value)` for each value; a batch is cheaper than single calls."""
@@ -169,31 +133,16 @@ class Renderer:
         return list(zip(self._closed(bodies), notes, strict=True))
 
     def _encode(self, texts: list[str]) -> list[Tokens]:
-        """Return int32 [tokens] of each text, without special tokens around it."""
-        if not self.can_cut or not any(map(is_long, texts)):
+        """Return int32 [tokens] of each text, without special tokens around it.
+
+        A tokenizer that puts a space before each text gets each text whole.
+        """
+        if self.adds_space or max(map(len, texts), default=0) <= MAX_ENCODED:
             return self._encode_whole(texts)
-        return [self._encode_long(text) for text in texts]
-
-    def _encode_long(self, text: str) -> Tokens:
-        ids = bytearray()
-        for _, tokens, _ in self._pieces(text):
-            ids += tokens.data
-        return np.frombuffer(ids, np.int32)
-
-    def _pieces(self, text: str | LongText) -> Iterator[tuple[str, Tokens, int]]:
-        """Yield (text, tokens, bytes of them that are not in it) of the pieces of a text."""
-        if self.line_end is None:
-            pieces = pieces_of(parts_of(chunks_of(text)), PIECE_ENDS)
-        else:
-            pieces = pieces_of([str(text)], [LINE_END])
-        first = next(pieces)
-        (tokens,) = self._encode_whole([first])
-        yield first, tokens, self._added(tokens, first)
-        before = self.line_end or []
-        for piece in pieces:
-            (tokens,) = self._encode_whole([("\n" if before else "") + piece])
-            tokens = np.ascontiguousarray(tokens[len(before) :])
-            yield piece, tokens, 0
+        each = (pieces_of(parts_of(text), PIECE_ENDS) for text in texts)
+        return [
+            np.concatenate([self._encode_whole([piece])[0] for piece in pieces]) for pieces in each
+        ]
 
     def _encode_whole(self, texts: list[str]) -> list[Tokens]:
         if self.tokenizer.is_fast:
@@ -213,17 +162,13 @@ class Renderer:
             return 0
         return int(self.bytes_of[tokens].sum()) == len(text.encode()) + 1
 
-    def _closed(
-        self, bodies: Sequence[Body], begins: bool = True, ends: bool = True
-    ) -> list[Document]:
+    def _closed(self, bodies: Sequence[Body]) -> list[Document]:
         """Return documents: the opening tokens (BOS), a body, and one end-of-text token.
 
         Opening and end are left out where the body has them, or has no token. All tokens bear loss
-        but those of the opening and the prompt. A part of a document gets the opening if it begins
-        the document, and the end if it ends it.
+        but those of the opening and the prompt.
         """
-        opening = self.opening if begins else self.opening[:0]
-        end = np.array([self.end] if ends and self.end is not None else [], np.int32)
+        opening, end = self.opening, np.array([] if self.end is None else [self.end], np.int32)
         laid: list[Tokens] = []
         places = []  # of the body's first token, of the one after it, and of the document's end
         for body, prompt, _ in bodies:
@@ -311,3 +256,41 @@ def _opening(tokenizer: Any, bytes_of: np.ndarray[Any, Any]) -> tuple[Tokens, bo
     plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
     first = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)
     return np.asarray(around[:first], np.int32), int(bytes_of[plain].sum()) == 2
+
+
+# ---- Long texts --------------------------------------------------------------------------------
+# Encoding takes some 120 bytes of memory per byte of text: a long one is encoded in pieces.
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """Cut a text into parts of MAX_ENCODED characters, most of them less, after line ends.
+
+    A line end between two letters is a token's end for the usual tokenizers, so that the tokens are
+    those of the whole text. A longer line is cut anywhere.
+    """
+    start = 0
+    while len(text) - start > MAX_ENCODED:
+        end = start + MAX_ENCODED
+        newline = LINE_END.search(text, max(start + 1, end - CUT_REACH), end)
+        end = newline.end() if newline else end
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def pieces_of(parts: Iterable[str], ends: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """Cut each part after FEW_ENCODED characters or more, at the next of these ends."""
+    for text in parts:
+        start = 0
+        while (cut := _cut_of(text, start, ends)) is not None:
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+
+def _cut_of(text: str, start: int, ends: Sequence[re.Pattern[str]]) -> int | None:
+    for end in range(start + FEW_ENCODED, len(text), CUT_REACH):
+        for pattern in ends:
+            if found := pattern.search(text, max(start + 1, end - CUT_REACH), end):
+                return found.end()
+    return None

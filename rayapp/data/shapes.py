@@ -294,9 +294,8 @@ def read_records(
     piece: sources.Piece,
     kind: RecordKind,
     columns: Mapping[str, str],
-    long_texts: bool = False,
     names: Sequence[str] = (),
 ) -> Iterator[sources.Record]:
-    """Yield the records of a piece in order, as `standardised`, maybe with a `LongText`."""
-    records = sources.read_piece(source, piece, long_texts)
+    """Yield the records of a piece in order, as `standardised`."""
+    records = sources.read_piece(source, piece)
     return (standardised(record, kind, columns, names) for record in records)

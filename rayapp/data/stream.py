@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -248,27 +248,17 @@ def _lane(numbers: Numbers, read: Callable[[Arrays], Arrays], concurrency: int) 
 
 
 def parts(
-    shard: Shard, names: Iterable[str], micro_batch: int, num_micro_batches: int
-) -> Iterator[tuple[int, Arrays]]:
-    """Yield (step, columns as [m, b, ...]) of a rank's steps from its part of the stream."""
+    shard: Shard, micro_batch: int, num_micro_batches: int
+) -> Iterator[tuple[int, Arrays, bool]]:
+    """Yield (step, columns as [m, b, ...], whether the block ends) of a rank's steps."""
+    size, shape = micro_batch * num_micro_batches, (num_micro_batches, micro_batch)
     for block in shard.blocks():
-        yield from _parts_of(block, names, micro_batch, num_micro_batches)
-
-
-def _parts_of(
-    block: Arrays, names: Iterable[str], micro_batch: int, num_micro_batches: int
-) -> Iterator[tuple[int, Arrays]]:
-    size = micro_batch * num_micro_batches
-    for start in range(0, len(block["step"]), size):
-        part = slice(start, start + size)
-        step = int(block["step"][start])
-        if step == EMPTY:  # padding of the last chunk
-            return
-        shape = (num_micro_batches, micro_batch)
-        yield (
-            step,
-            {name: block[name][part].reshape(*shape, *block[name].shape[1:]) for name in names},
-        )
+        taken = block.pop("step")[::size]
+        taken = taken[taken != EMPTY]  # padding of the last chunk
+        for number, step in enumerate(taken.tolist()):
+            part = slice(number * size, (number + 1) * size)
+            columns = {n: c[part].reshape(*shape, *c.shape[1:]) for n, c in block.items()}
+            yield step, columns, number + 1 == len(taken)
 
 
 def steps_per_chunk(
@@ -309,11 +299,8 @@ def steps(
     shard: Shard, micro_batch: int, num_micro_batches: int, source_ends: tuple[int, ...] = ()
 ) -> Iterator[StepRows]:
     """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
-    for block in shard.blocks():
-        every = [*_parts_of(block, block.keys() - {"step"}, micro_batch, num_micro_batches)]
-        for step, arrays in every:
-            ends = step == every[-1][0]
-            yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends)
+    for step, arrays, ends in parts(shard, micro_batch, num_micro_batches):
+        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

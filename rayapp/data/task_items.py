@@ -22,7 +22,6 @@ from rayapp.data.messages import said_by
 from rayapp.data.packing import Document
 from rayapp.data.prepared import reasons
 from rayapp.data.rendering import Renderer
-from rayapp.observe.words import TASK_LOSS
 from rayapp.storage import StorageError
 
 MOST_CHOICES = 64
@@ -78,7 +77,7 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         text = str(error)
         text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
         return None, [text.replace("data.path=", f"{field}=", 1)]
-    if found.kind == "text" and task.score != TASK_LOSS:
+    if found.kind == "text" and task.score != "loss":
         return None, [
             f"{field}={task.path} is without answers: its records are texts. Give prompts with "
             "completions, or chats, or set score: loss"

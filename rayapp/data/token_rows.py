@@ -5,8 +5,7 @@
 
 A prepared data set is a list of shard files of fixed-size records (`packing.row_dtype`): row n is
 record n - first of the shard whose rows start at `first`. Shards are numbered consecutively, unless
-`firsts` says otherwise. A row is contiguous:
-it is read from a memory map, or by a ranged GET, which takes the rows that lie close by too. A
+`firsts` says otherwise. A row is contiguous: it is read from a memory map, or by a ranged GET. A
 record is followed by the xxh3 of its bytes and its place, which is checked at each read. Shards
 that the version before wrote lack PLACED in their names, and their checksums are of bytes alone.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -26,8 +25,6 @@ from rayapp.order import EMPTY, Order, StepCounts, row_digest
 from rayapp.storage import Storage, StorageError
 
 READERS = 16  # concurrent ranged GETs
-GAP_BYTES = 16_384  # between two rows, read in vain: it takes less time than another GET
-RANGE_BYTES = 8 * 2**20
 PLACED = ".placed.rows"  # the end of the names of shards
 MOST_TRAINED = 0.9  # share of labels above which choosing them costs more than it saves
 CHECKSUM = np.dtype("<u8")
@@ -143,14 +140,6 @@ class StepRows:
         return found
 
 
-class Place(NamedTuple):
-    """Where a row is, and where it goes."""
-
-    slot: int  # in the answer
-    name: str  # of the shard
-    number: int  # in the shard
-
-
 class TokenRows:
     """The rows of one split, by number."""
 
@@ -196,38 +185,28 @@ class TokenRows:
         records["labels"] = IGNORE
         present = np.flatnonzero(ids != EMPTY)
         shard_of = np.searchsorted(self._firsts, ids[present], side="right") - 1
-        places: list[Place] = []
-        for slot, shard in zip(present.tolist(), shard_of.tolist(), strict=True):
-            places.append(Place(slot, self.shards[shard][0], int(ids[slot] - self._firsts[shard])))
-        if self.storage.local_path() is not None:
-            for slot, name, index in places:
-                records[slot] = self._checked(name, index, self._map(name)[index])
-            return records
+        numbers = ids[present] - self._firsts[shard_of]
+        places = [
+            (self.shards[shard][0], number)
+            for shard, number in zip(shard_of.tolist(), numbers.tolist(), strict=True)
+        ]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS)
-        ranges = self._ranges(places)
-        for each, chunk in zip(ranges, self._pool.map(self._fetched, ranges), strict=True):
-            stored = np.frombuffer(chunk, np.uint8).reshape(-1, self._size)
-            for slot, name, index in each:
-                records[slot] = self._checked(name, index, stored[index - each[0].number])
+        local = self.storage.local_path() is not None
+        read = map(self._read, places) if local else self._pool.map(self._read, places)
+        for slot, record in zip(present.tolist(), read, strict=True):
+            records[slot] = record
         return records
 
-    def _ranges(self, places: list[Place]) -> list[list[Place]]:
-        """Group places that one GET reads: neighbours in a shard, or nearly."""
-        ranges: list[list[Place]] = []
-        for place in sorted(places, key=lambda place: place[1:]):
-            if ranges and ranges[-1][-1].name == place.name:
-                gap = (place.number - ranges[-1][-1].number - 1) * self._size
-                size = (place.number - ranges[-1][0].number) * self._size
-                if gap <= GAP_BYTES and size < RANGE_BYTES:
-                    ranges[-1].append(place)
-                    continue
-            ranges.append([place])
-        return ranges
-
-    def _fetched(self, places: list[Place]) -> bytes:
-        first, count = places[0].number, places[-1].number - places[0].number + 1
-        return self.storage.read(places[0].name, first * self._size, count * self._size)
+    def _read(self, place: tuple[str, int]) -> Any:
+        name, number = place
+        path = self.storage.local_path(name)
+        if path is None:
+            data = self.storage.read(name, number * self._size, self._size)
+            return self._checked(name, number, np.frombuffer(data, np.uint8))
+        if name not in self._maps:
+            self._maps[name] = np.memmap(path, np.uint8, mode="r").reshape(-1, self._size)
+        return self._checked(name, number, self._maps[name][number])
 
     def _checked(self, name: str, index: int, stored: np.ndarray[Any, Any]) -> Any:
         """Return the record in stored bytes, uint8 [stored_bytes]."""
@@ -241,14 +220,6 @@ class TokenRows:
                 "Delete that file: the run's next command makes it again",
             )
         return plain.view(self.dtype)[0]
-
-    def _map(self, name: str) -> np.ndarray[Any, Any]:
-        if name not in self._maps:
-            path = self.storage.local_path(name)
-            assert path is not None
-            stored = np.memmap(path, np.uint8, mode="r")
-            self._maps[name] = stored.reshape(-1, self._size)
-        return self._maps[name]
 
 
 def step_rows(rows: TokenRows, order: Order, step: int, rank: int, world: int) -> StepRows:

@@ -4,11 +4,10 @@
         for record in section.records(): ...
 
 A section holds consecutive records of a block: their pieces and places, what they drew for the
-held-out split, and the tokens of those that are documents. A long document may be in parts, each a
-record of its own. What is made of tokens afterwards, rows and splits, is not in it. A section is a
-frame, whose header has the length and the xxh3 of the rest, of the block's place and of the
-section's number; the rest is compressed with Zstandard, to about 2 bytes a token. The last section
-is followed by the header of an empty one.
+held-out split, and the tokens of those that are documents. What is made of tokens afterwards, rows
+and splits, is not in it. A section is a frame, whose header has the length and the xxh3 of the
+rest, of the block's place and of the section's number; the rest is compressed with Zstandard, to
+about 2 bytes a token. The last section is followed by the header of an empty one.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ class TokenisedRecord:
     """Why the record is no document; or, beside a document, what is left out of it."""
     drawn: int
     """What its content drew in [0, 2^64); 0 if it is no document."""
-    goes_on: bool = False
-    """Its document goes on in the next record, which is the same record of the user's."""
     more: bool = False
     """The next record is another document of the same record of the user's."""
     values: tuple[float, ...] = ()
@@ -82,8 +79,6 @@ class TokenSection:
     loss: Array  # bool [t]
     num_bytes: Array  # uint16 [t]
     texts: tuple[str, ...]
-    going_on: tuple[int, ...] = ()
-    """The records whose documents go on in the next one, by their numbers in the section."""
     more: tuple[int, ...] = ()
     """The records that the next one is another document of, by their numbers in the section."""
     values: tuple[tuple[float, ...], ...] = ()
@@ -91,7 +86,7 @@ class TokenSection:
 
     def records(self) -> Iterator[TokenisedRecord]:
         """Yield the records in order; their arrays are views."""
-        last, going_on, more = 0, set(self.going_on), set(self.more)
+        last, more = 0, set(self.more)
         columns = (self.pieces, self.places, self.drawn, self.said, self.lengths)
         rows = zip(*(c.tolist() for c in columns), strict=True)
         for number, (piece, place, drawn, said, length) in enumerate(rows):
@@ -101,9 +96,9 @@ class TokenSection:
                 document = Document(self.tokens[here], self.loss[here], self.num_bytes[here])
                 last += length
             problem = self.texts[said - 1] if said else None
-            flags = number in going_on, number in more
             values = self.values[number] if self.values else ()
-            yield TokenisedRecord(piece, place, document, problem, drawn, *flags, values)
+            another = number in more
+            yield TokenisedRecord(piece, place, document, problem, drawn, another, values)
 
 
 def sections(records: Iterable[TokenisedRecord]) -> Iterator[TokenSection]:
@@ -135,18 +130,14 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
         _joined([d.loss for d in documents], np.bool_),
         _joined([d.num_bytes for d in documents], np.uint16),
         tuple(texts),
-        tuple(number for number, record in enumerate(records) if record.goes_on),
         tuple(number for number, record in enumerate(records) if record.more),
         tuple(r.values for r in records) if any(r.values for r in records) else (),
     )
 
 
 def _joined(columns: list[Array], dtype: Any) -> Array:
-    """Lay arrays end to end; a single one, which may be large, is not copied."""
-    if len(columns) == 1 and columns[0].dtype == dtype:
-        return columns[0]
-    empty = np.empty(0, dtype)
-    return np.concatenate([empty, *columns], dtype=dtype, casting="unsafe")
+    """Lay arrays end to end."""
+    return np.concatenate([np.empty(0, dtype), *columns], dtype=dtype, casting="unsafe")
 
 
 def end_of(seed: int, count: int) -> bytes:
@@ -165,7 +156,6 @@ def encoded(section: TokenSection, seed: int, number: int) -> list[Any]:
     types = {name: _narrow(column) for name, column in columns.items()}
     sizes = [(name, types[name].str, len(column)) for name, column in columns.items()]
     head = {"base": base, "texts": section.texts, "arrays": sizes}
-    head |= {"going_on": section.going_on} if section.going_on else {}
     head |= {"more": section.more} if section.more else {}
     head |= {"values": section.values} if section.values else {}
     text = json.dumps(head).encode()
@@ -206,6 +196,8 @@ def read(file: BinaryIO, seed: int) -> Iterator[TokenSection]:
 def _decoded(packed: Any) -> TokenSection:
     (size,) = SIZE.unpack(packed.read(SIZE.size))
     head = json.loads(packed.read(size))
+    if head.get("going_on"):
+        raise DamagedTokens("has documents in parts, as an earlier version wrote long ones")
     arrays = {}
     for name, dtype, length in head["arrays"]:
         stored = packed.read(length * np.dtype(dtype).itemsize)
@@ -215,7 +207,6 @@ def _decoded(packed: Any) -> TokenSection:
     return TokenSection(
         loss=np.unpackbits(loss, count=count).view(np.bool_),
         texts=tuple(head["texts"]),
-        going_on=tuple(head.get("going_on", ())),
         more=tuple(head.get("more", ())),
         values=tuple(map(tuple, head.get("values", ()))),
         **{**arrays, "places": arrays["places"] + head["base"]},

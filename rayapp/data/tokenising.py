@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from rayapp.data import sources, token_sections, tokens
-from rayapp.data.kinds import problem_of
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rendering import Renderer, content_of
 from rayapp.data.shapes import read_records
@@ -15,7 +14,6 @@ from rayapp.data.token_sections import TokenisedRecord, TokenSection
 
 BATCH_RECORDS, BATCH_SIZE = 32, 2**20  # most records, and characters, tokenised in one call
 
-TEXTS = (str, sources.LongText)
 Numbered = tuple[int, sources.Record]  # the number of a piece of the block, and a record of it
 
 
@@ -36,18 +34,12 @@ def _records(
     pads = source.is_table or recipe.version is not None  # the version before dropped all None
     how = (recipe.kind, recipe.template, recipe.reasoning, recipe.special_tokens, pads)
     renderer = _renderer(recipe.tokenizer_url, *how)
-    in_parts = recipe.kind == "text" and renderer.can_cut
     records = (
         (number, record)
         for number, piece in enumerate(pieces)
-        for record in read_records(
-            source, piece, recipe.kind, recipe.columns, in_parts, recipe.values
-        )
+        for record in read_records(source, piece, recipe.kind, recipe.columns, recipe.values)
     )
     for batch in _batches(records):
-        if in_parts and _size(batch[0][1].value) > BATCH_SIZE:  # it is alone
-            yield from _in_parts(renderer, *batch.pop())
-            continue
         made = renderer.documents([r.value for _, r in batch if r.problem is None])
         made.reverse()
         batch.reverse()
@@ -62,19 +54,6 @@ def _records(
             for each in earlier:
                 yield TokenisedRecord(number, place, each, problem, drawn, more=True, values=values)
             yield TokenisedRecord(number, place, last, problem, drawn, values=values)
-
-
-def _in_parts(renderer: Renderer, number: int, record: sources.Record) -> Iterator[TokenisedRecord]:
-    """Yield the parts of a long text, or its problem."""
-    problem = record.problem or problem_of(record.value, renderer.kind)
-    if problem is not None:
-        yield TokenisedRecord(number, record.place, None, problem, 0)
-        return
-    drawn = sources.drawn_of(content_of(record.value, renderer.kind))
-    for document, note, goes_on in renderer.in_parts(record.value):
-        yield TokenisedRecord(
-            number, record.place, document, note, drawn, goes_on, values=record.values
-        )
 
 
 def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
@@ -95,7 +74,7 @@ def _batches(records: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 def _size(value: Any) -> int:
     """Return the number of characters of all text in a value."""
-    if isinstance(value, TEXTS):
+    if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
         return sum(map(_size, value.values()))

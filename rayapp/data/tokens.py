@@ -1,4 +1,4 @@
-"""Train, load, save and identify tokenizers, and count the bytes that each token stands for."""
+"""Train, load, save and identify tokenizers and chat templates, and count the bytes of tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.storage import Storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Storage, open_input, open_storage
 
 END_OF_TEXT = "<|endoftext|>"
 FIRST_TEMPLATE = (  # of tokenizers made before tools, calls and reasoning were rendered
@@ -44,6 +43,11 @@ CHAT_TEMPLATE = (  # ChatML, with tools and calls as Hermes and Qwen write them
     "{% endfor %}<|im_end|>{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML, TRAINING = "chatml", "training"  # trl's variant, which marks what the assistant says
+NO_EXTRA = (
+    "data.chat_template=training is not possible: the package trl is not installed. Run "
+    "pip install 'rayapp[chat]'"
 )
 PIECES = "tokenizer.model"  # sentencepiece's: llama.cpp reads it, transformers 5 does not write it
 SPECIALS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>"]
@@ -222,3 +226,50 @@ def token_bytes(tokenizer: Any) -> np.ndarray[Any, np.dtype[np.uint16]]:
         else:
             table[index] = len(token.replace("\u2581", " ").encode())
     return table
+
+
+class TemplateError(ValueError):
+    """There is no such template; the message is for the user."""
+
+
+def template_of(name: str, tokenizer: Any) -> str:
+    """Return the text of a template; empty if the tokenizer's own is right for training.
+
+    `tokenizer` is None if it is still to be made.
+
+    Raises:
+        TemplateError: there is no such file, or no training variant.
+        StorageError: it cannot be read.
+    """
+    if name == CHATML:
+        return CHAT_TEMPLATE
+    if name == TRAINING:
+        return "" if tokenizer is None else _training(tokenizer)
+    folder, _, file = open_storage(name).url.rpartition("/")
+    storage = open_storage(folder or "/")
+    if not storage.exists(file):
+        raise TemplateError(
+            f"data.chat_template={name} is missing: there is no such file. Give a file with a "
+            f"Jinja template, {CHATML} or {TRAINING}"
+        )
+    return storage.read(file).decode("utf-8-sig")
+
+
+def _training(tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            "data.chat_template=training is not possible: the tokenizer has no template to take "
+            f"the training variant of. Set it to {CHATML} or a file"
+        )
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+    except ImportError as error:
+        raise TemplateError(NO_EXTRA) from error
+    try:
+        return get_training_chat_template(tokenizer) or ""
+    except ValueError as error:
+        first = str(error).splitlines()[0]
+        raise TemplateError(
+            f"data.chat_template=training is not possible: trl knows no variant ({first}). Set it "
+            "to a file"
+        ) from error

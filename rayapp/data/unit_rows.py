@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from array import array
 from collections import Counter
@@ -16,7 +15,7 @@ from rayapp.data import sources
 from rayapp.data.packing import IGNORE, Document, Slices, filled, in_groups, lay_out, row_dtype
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
-from rayapp.data.report import Counts, UnitSummary
+from rayapp.data.report import Counts, UnitSummary, summed
 from rayapp.data.token_rows import PLACED, with_checksums
 from rayapp.data.token_sections import TokenisedRecord
 from rayapp.order import shuffled
@@ -34,96 +33,107 @@ class Spool:
 
     def __init__(self) -> None:
         self.lengths, self.values, self.size = array("q"), array("f"), 0
-        self.open = False
-        self.buffers = [bytearray() for _ in TYPES]
-        self.files: list[IO[bytes]] = []
         self.stack = ExitStack()
+        limits = [SPOOL_TOKENS * dtype.itemsize for dtype in TYPES]
+        spooled = map(tempfile.SpooledTemporaryFile, limits)
+        self.files = [self.stack.enter_context(file) for file in spooled]
 
-    def add(
-        self, document: Document, goes_on: bool = False, values: tuple[float, ...] = ()
-    ) -> None:
-        """Add a copy of a document, or of the next part of one that goes on, at the end."""
-        if not self.open:
-            self.lengths.append(0)
-            self.values.extend(values)
-        self.lengths[-1] += len(document.tokens)
-        self.open = goes_on
+    def add(self, document: Document, values: tuple[float, ...] = ()) -> None:
+        """Add a copy of a document at the end."""
+        self.lengths.append(len(document.tokens))
+        self.values.extend(values)
         self.size += len(document.tokens)
         columns = (document.tokens, document.loss, document.num_bytes)
-        plain = [np.ascontiguousarray(c, dtype) for c, dtype in zip(columns, TYPES, strict=True)]
-        large = len(document.tokens) >= SPOOL_TOKENS
-        if large or len(self.buffers[0]) >= SPOOL_TOKENS * TYPES[0].itemsize:
-            self._spill()
-        for number, column in enumerate(plain):
-            if large:
-                self.files[number].write(column.data)
-            else:
-                self.buffers[number] += column.data
+        for file, column, dtype in zip(self.files, columns, TYPES, strict=True):
+            file.write(np.ascontiguousarray(column, dtype).data)
 
     def arrays(self) -> tuple[Slices, Slices, Slices]:
         """Return the tokens, whether they bear loss, and their bytes; nothing is added any more."""
-        if not self.files:
-            tokens, loss, num_bytes = map(np.frombuffer, self.buffers, TYPES)
+        tokens, loss, num_bytes = map(FileSlices, self.files, TYPES)
+        if self.size > SPOOL_TOKENS:
             return tokens, loss, num_bytes
-        self._spill()
-        return tuple(map(FileSlices, self.files, TYPES))  # type: ignore[return-value]  # of three
+        return tokens[: self.size], loss[: self.size], num_bytes[: self.size]  # in memory
 
     def close(self) -> None:
         """Remove the temporary files; slices of them can be taken no more."""
         self.stack.close()
-
-    def _spill(self) -> None:
-        if not self.files:
-            self.files = [self.stack.enter_context(tempfile.TemporaryFile()) for _ in TYPES]  # noqa: SIM115
-        for file, buffer in zip(self.files, self.buffers, strict=True):
-            file.write(buffer)
-            file.flush()
-            buffer.clear()
 
 
 class FileSlices:
     """An array in a file, read slice by slice: a memory map would count as memory of the task."""
 
     def __init__(self, file: IO[bytes], dtype: np.dtype[Any]) -> None:
-        self.number, self.dtype = file.fileno(), dtype
+        self.file, self.dtype = file, dtype
 
     def __getitem__(self, index: slice, /) -> np.ndarray[Any, Any]:
         first, last = index.start or 0, index.stop
-        size = self.dtype.itemsize
-        return np.frombuffer(os.pread(self.number, (last - first) * size, first * size), self.dtype)
+        self.file.seek(first * self.dtype.itemsize)
+        return np.frombuffer(self.file.read((last - first) * self.dtype.itemsize), self.dtype)
 
 
 class UnitRows:
-    """The documents of a unit, packed into the rows of its shards."""
+    """The documents of a unit, packed into the rows of its shards, and what its records were."""
 
-    def __init__(self, recipe: RowRecipe, storage: Storage, index: int, stack: ExitStack) -> None:
-        self.recipe, self.storage, self.index, self.stack = recipe, storage, index, stack
+    def __init__(
+        self,
+        recipe: RowRecipe,
+        source: sources.DataSource,
+        storage: Storage,
+        index: int,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe, self.source, self.storage, self.index = recipe, source, storage, index
+        self.stack, self.records = stack, 0
+        self.bad, self.notes = Counter[str](), Counter[str]()
+        self.examples: dict[str, str] = {}
+        self.blocks: list[str] = []
         self.held = {split: stack.enter_context(closing(Spool())) for split in SPLITS}
         self.counts: dict[str, list[Counts]] = {split: [] for split in SPLITS}
         self.shards: dict[str, str] = {}
         self.files: dict[str, BinaryIO] = {}
         self.hashes = bytearray()
         """A 64-bit hash of each training document's tokens."""
-        self.hash = hashlib.blake2b(digest_size=8)
 
     def add(self, split: str, record: TokenisedRecord, is_stream: bool) -> None:
-        """Add a record's document, or a part of one; a stream or a window may be of any size.
-
-        These are packed in parts.
-        """
+        """Add a record's document; a stream or a window, of any size, is packed in parts."""
         assert record.document is not None
-        self.held[split].add(record.document, record.goes_on, record.values)
-        self.hash.update(np.ascontiguousarray(record.document.tokens).data)
-        if record.goes_on:
-            return
+        self.held[split].add(record.document, record.values)
         if split == "train":
-            self.hashes += self.hash.digest()
-        self.hash = hashlib.blake2b(digest_size=8)
+            tokens = np.ascontiguousarray(record.document.tokens).data
+            self.hashes += hashlib.blake2b(tokens, digest_size=8).digest()
         window_bytes = self.recipe.window_bytes
         most = 2 * window_bytes if window_bytes else BATCH_TOKENS
         in_parts = is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
+
+    def count(self, piece: sources.Piece, record: TokenisedRecord) -> None:
+        """Count a record of a piece; name the place of the first with a problem."""
+        if record.more:
+            return
+        self.records += 1
+        if record.problem is None:
+            return
+        if record.document is not None:
+            self.notes[record.problem] += 1
+            return
+        self.bad[record.problem] += 1
+        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
+            place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
+            self.examples[record.problem] = place
+
+    def summary(self) -> UnitSummary:
+        """Pack and write what is held; return what is written of the unit."""
+        self.flush()
+        return UnitSummary(
+            counts={split: summed(counts) for split, counts in self.counts.items()},
+            shards=self.shards,
+            bad=dict(self.bad),
+            examples=[(place, why) for why, place in self.examples.items()],
+            records=self.records,
+            notes=dict(self.notes),
+            blocks=self.blocks,
+        )
 
     def flush(self) -> None:
         """Pack and write what is held."""
@@ -180,42 +190,4 @@ class UnitRows:
             target_bytes=target_bytes,
             rows=layout.num_rows,
             lengths=dict(sizes),
-        )
-
-
-class UnitAccount:
-    """What the records of a unit were, and the blocks that they came from."""
-
-    def __init__(self, source: sources.DataSource) -> None:
-        self.source, self.records = source, 0
-        self.bad: Counter[str] = Counter()
-        self.notes: Counter[str] = Counter()
-        self.examples: dict[str, str] = {}
-        self.blocks: list[str] = []
-
-    def add(self, piece: sources.Piece, record: TokenisedRecord) -> None:
-        """Count a record of a piece; name the place of the first with a problem."""
-        if record.goes_on or record.more:
-            return
-        self.records += 1
-        if record.problem is None:
-            return
-        if record.document is not None:
-            self.notes[record.problem] += 1
-            return
-        self.bad[record.problem] += 1
-        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
-            place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
-            self.examples[record.problem] = place
-
-    def summary(self, counts: dict[str, Counts], shards: dict[str, str]) -> UnitSummary:
-        """Return what is written of the unit."""
-        return UnitSummary(
-            counts=counts,
-            shards=shards,
-            bad=dict(self.bad),
-            examples=[(place, why) for why, place in self.examples.items()],
-            records=self.records,
-            notes=dict(self.notes),
-            blocks=self.blocks,
         )

@@ -10,8 +10,8 @@ from rayapp import config as configs
 from rayapp import planner
 from rayapp.config import ConfigError, Described, Run, RunConfig
 from rayapp.config.text import user_folder
-from rayapp.driver.budget import budget_problems
 from rayapp.driver.growth import growth_problem
+from rayapp.driver.stop import budget_problems
 from rayapp.observe import trackers
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import DONE, INTERRUPTED, PREPARED, RAY
@@ -48,23 +48,10 @@ def absolute(config: Described, names: Mapping[str, Collection[str]]) -> Describ
 
 
 def absolute_run(run: Run) -> Run:
-    """Make `run.storage` absolute, whether the folder exists or not; leave a URL unchanged.
-
-    Raises:
-        ConfigError: it is relative in the folder of a trial of Ray Tune.
-    """
+    """Make `run.storage` absolute, whether the folder exists or not; leave a URL unchanged."""
     if "://" in run.storage:
         return run
-    storage = os.path.expanduser(run.storage)
-    if not os.path.isabs(storage) and user_folder() != os.getcwd():
-        raise ConfigError(
-            [
-                f"run.storage={run.storage} is relative: this trial of Ray Tune works in a folder "
-                "of Ray's, which does not last. Set an absolute path or s3://bucket/prefix, or set "
-                "RAY_CHDIR_TO_TRIAL_DIR=0 in the environment before the trials start"
-            ]
-        )
-    storage = os.path.abspath(storage)
+    storage = os.path.abspath(os.path.join(user_folder(), os.path.expanduser(run.storage)))
     return run.model_copy(update={"storage": storage})
 
 

@@ -22,25 +22,22 @@ from rich.markup import escape
 from rayapp import report
 from rayapp.config import ConfigError, RunConfig
 from rayapp.driver import display, placement
-from rayapp.driver.budget import Budget, unknown_nodes
 from rayapp.driver.checks import check_resumable, same_run
 from rayapp.driver.growth import changed_data, refuse_other_data, take
 from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.lease import held
-from rayapp.driver.observe import Observer
-from rayapp.driver.output import captured, copied
+from rayapp.driver.observe import Hooks, Observer, opened
+from rayapp.driver.output import captured
 from rayapp.driver.ray_session import connected, gpus_here, tell_ray, uses_gpus
 from rayapp.driver.ray_workers import RayWorkers
-from rayapp.driver.stop import Stop, StopAsked, short_wait, watching
+from rayapp.driver.stop import Budget, Stop, StopAsked, budget_problems, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
 from rayapp.jobs.ray_address import address_of
 from rayapp.jobs.results import Result
-from rayapp.observe import hooks as hooks_module
 from rayapp.observe.activity import Phases
 from rayapp.observe.events import Journal, submission_id
 from rayapp.observe.gauges import tell_end
-from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import Console as PlainConsole
 from rayapp.observe.records import RunResult, Summary
@@ -112,7 +109,7 @@ class Kind:
             terminal = None if sys.stdout is None else sys.stdout.isatty()
             console = console or PlainConsole(force_jupyter=False, force_terminal=terminal)
             tell_ray()
-            with copied(console, tail), Heartbeat(phases, console, tail) as heartbeat:
+            with Heartbeat(phases, console, tail) as heartbeat:
                 return Result(_run(config, self, console, heartbeat, on_step))
 
 
@@ -151,7 +148,7 @@ def _run(
             phases.end("ray")
             phases.begin("checking the run's folder")
             gpus = uses_gpus(ready.config)
-            if wrong := unknown_nodes(ready.config, placement.places):
+            if wrong := budget_problems(ready.config, placement.places):
                 raise ConfigError(wrong)
             ready = kind.settle(ready, gpus)
             same_run(run, ready.config)
@@ -169,7 +166,7 @@ def _run(
                 shown_by=heartbeat.shown_by,
             )
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
-            hooks = Hooks([*hooks_module.opened(ready.config, run.url), *more])
+            hooks = Hooks([*opened(ready.config, run.url), *more])
             with _logged(command, ready.config.run.name, console, hooks):
                 return _to_the_end(kind, ready, command, gpus, console, hooks)
 
@@ -246,11 +243,9 @@ def _train(
     kind: Kind, ready: CheckedRun, command: Command, gpus: bool, console: Console, hooks: Hooks
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
-    endless = placement.refusing_endless_waits(ready.config)  # for room to prepare the data
 
     def tend() -> None:
         command.check()
-        endless()
         command.logs.refresh()
 
     try:

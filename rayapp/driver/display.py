@@ -21,18 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rayapp.config.fields import TOKENS, unit_of
+from rayapp.observe import words
 from rayapp.observe.figures import label, shown, text
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
 from rayapp.observe.records import RunResult, TaskResult
 from rayapp.observe.run_folder import DONE, PROFILES, REPORT
-from rayapp.observe.words import (
-    TASK_HEAD,
-    TASK_SHOWN,
-    clock,
-    task_answers,
-    task_rows,
-    verdicts,
-)
+from rayapp.observe.words import clock
 
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
@@ -63,7 +57,6 @@ class ProgressBar:
             self._progress.start()
 
     def update(self, line: MetricsLine) -> None:
-        """Show a line of metrics.jsonl."""
         step = line["step"]
         if step == self._shown:
             return
@@ -102,14 +95,12 @@ class ProgressBar:
         if self._progress is not None:
             self._progress.update(self._task, figures=text)
         else:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line that stays on the screen."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop the bar and leave its last state on the screen."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -117,7 +108,7 @@ class ProgressBar:
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
     names = ("loss_per_byte", *own_figures(line), unit_of(line).per_s, "eval_loss", "eval_top1")
-    return _with_metrics(line, ("loss", *_known(line, names)), "  ")
+    return "  ".join([shown(line, "loss"), *_known(line, names)])
 
 
 def held_out(held: HeldOut) -> str:
@@ -126,31 +117,28 @@ def held_out(held: HeldOut) -> str:
     >>> held_out({"eval_loss": 1.5, "eval_top1": 0.9675, "eval_metrics": {"f1": 0.25}})
     'held-out loss 1.5000, top-1 96.8 %, f1 0.25'
     """
-    return _with_metrics(held, _known(held, HELD_OUT), ", ")
+    return ", ".join(_known(held, HELD_OUT))
 
 
-def _known(held: HeldOut, names: Sequence[str]) -> Sequence[str]:
-    return [name for name in names if figure(held, name) is not None]
-
-
-def _with_metrics(held: HeldOut, names: Sequence[str], between: str) -> str:
-    """Format figures, and those of eval.metrics."""
+def _known(held: HeldOut, names: Sequence[str]) -> list[str]:
+    """Return the figures that are known, and those of eval.metrics."""
     own = held.get("eval_metrics") or {}
-    return between.join([shown(held, *names, between=between), *(shown(own, name) for name in own)])
+    known = [shown(held, name) for name in names if figure(held, name) is not None]
+    return [*known, *(shown(own, name) for name in own)]
 
 
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
     """Print the scores of eval.tasks before and after, and some answers side by side."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for head in TASK_HEAD:
+    for head in words.TASK_HEAD:
         side: Literal["left", "right"] = "right" if head in ("items", "before", "after") else "left"
         table.add_column(head, justify=side, no_wrap=True)
-    for row in task_rows(results):
+    for row in words.task_rows(results):
         table.add_row(*map(Text, row))
     console.print(table)
-    for _, _, answered in task_answers(results):
+    for _, _, answered in words.task_answers(results):
         for item in answered[:MOST_ITEMS]:
-            for what, said in zip(TASK_SHOWN, item, strict=True):
+            for what, said in zip(words.TASK_SHOWN, item, strict=True):
                 text = " ".join(said.split())
                 text = text if len(text) <= MOST_OF_TEXT else f"{text[:MOST_OF_TEXT]} ..."
                 console.print(f"{what:>6}  {text}", markup=False, highlight=False, soft_wrap=True)
@@ -167,7 +155,7 @@ def result(console: Console, result: RunResult) -> None:
         say(held_out(result))
     if result.get("tasks"):
         tasks(console, result["tasks"])
-    for line in verdicts(result):
+    for line in words.verdicts(result):
         say(line)
     for prompt, answer in result.get("samples", []):
         console.rule("sample", align="left", style="dim")

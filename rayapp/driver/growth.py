@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.observe import metrics
@@ -73,7 +73,9 @@ def growth_problem(run: Storage, before: Any, config: Any, changed: str) -> str 
     if train.max_steps is not None:
         steps = train.max_steps
     elif (before.train.max_steps, before.train.epochs) != (None, train.epochs):
-        rows, per_step = _rows_of(plan), config.rows_per_step
+        data, per_step = cast(dict[str, Any], plan.get("data", {})), config.rows_per_step
+        images = data.get("images", {})
+        rows: int = images.get("train") or data.get("train", {}).get("rows", 0)
         stages = stages_of(run, plan.get("fingerprint", ""), rows, per_step)
         begun, taken = stages[-1] if stages else (0, 0)
         steps = begun - (taken - (train.epochs or 1) * rows) // per_step
@@ -104,15 +106,6 @@ def growth_problem(run: Storage, before: Any, config: Any, changed: str) -> str 
         f"train.schedule_from={done} for a schedule of the steps to come, or another run.name with "
         f"{begin}"
     )
-
-
-def _rows_of(plan: Any) -> int:
-    """Return the training rows, or images, of a run's plan; 0 if it was not prepared."""
-    data = plan.get("data", {})
-    rows: int = (
-        data["images"]["train"] if "images" in data else data.get("train", {}).get("rows", 0)
-    )
-    return rows
 
 
 def schedule_problem(config: Any, run: Storage) -> str | None:

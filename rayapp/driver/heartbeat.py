@@ -11,20 +11,23 @@ On a terminal a line at the bottom is redrawn instead, until a progress bar take
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from rayapp.driver.job_page import JobPage
 from rayapp.driver.output import Tail
+from rayapp.jobs.package import NAME_KEY, RUN_KEY
 from rayapp.observe.activity import (
     AT_WORK,
     LEAST_S,
@@ -37,7 +40,7 @@ from rayapp.observe.activity import (
     of_workers,
 )
 from rayapp.observe.events import submission_id
-from rayapp.observe.gauges import PhaseGauge
+from rayapp.observe.gauges import Exported
 from rayapp.observe.result import RunFailed
 from rayapp.observe.run_folder import ACTIVITY, RANK_ACTIVITY
 from rayapp.storage import Storage
@@ -47,6 +50,7 @@ logger = logging.getLogger("rayapp.driver")
 SAY_EVERY_S = 10.0  # without any line
 BESIDE_EVERY_S = 60.0  # what goes on meanwhile has a line of its own
 POLL_S = 1.0
+TELL_S = 10.0  # between two changes of the job's record
 READ_EVERY_S = 5.0  # rank 0's activity on S3
 
 
@@ -64,7 +68,7 @@ class Heartbeat:
         self._run: Storage | None = None
         self._of_workers: Activity | None = None
         self._read_at = 0.0
-        self._gauge: PhaseGauge | None = None
+        self._gauge: Exported | None = None
         self._page: JobPage | None = None
         self._status: Status | None = None
         self._closed = threading.Event()
@@ -89,7 +93,7 @@ class Heartbeat:
         The connected Ray exports it, and shows it on its Jobs page if this is a job. `ask_to_stop`
         is called if Ray takes that job for stopped.
         """
-        gauge, job = PhaseGauge(name), submission_id()
+        gauge, job = Exported(name), submission_id()
         self._page = None if job is None else JobPage(job, name, run.url, ask_to_stop)
         self._gauge, self._run = gauge, run
         try:
@@ -138,7 +142,7 @@ class Heartbeat:
         while not self._closed.wait(POLL_S):
             activity, now = self._activity(), time.time()
             if (gauge := self._gauge) is not None:
-                gauge.set(activity.phase, now - activity.began)
+                gauge.set_alone({"phase_s": now - activity.began}, phase=activity.phase)
             if (page := self._page) is not None and activity.phase:
                 training = activity.phase == TRAINING and activity.detail
                 page.tell(training or activity.text(now))  # a row of the page has room for little
@@ -169,7 +173,57 @@ class Heartbeat:
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _end_line(self) -> None:
-        """Take the redrawn line off the terminal."""
         if self._status is not None:
             status, self._status = self._status, None
             status.stop()
+
+
+class JobPage:
+    """The record of this driver's job on the Jobs page of Ray's dashboard.
+
+    Ray has no public call that changes a job while it runs, so its record in Ray's key-value store
+    is changed here. Ray writes the record itself only before this process starts and after it has
+    ended, or after Ray has missed it: `ray job stop` may end the shell that starts a command alone.
+    """
+
+    def __init__(
+        self, submission_id: str, name: str, run_url: str, ask_to_stop: Callable[[], None]
+    ) -> None:
+        """`ask_to_stop` is called if Ray takes this job for stopped, though its driver lives."""
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=submission_id).encode()
+        self._ours = {NAME_KEY: name, RUN_KEY: run_url}
+        self._last_shown, self._next_at = "", 0.0
+        self._ask_to_stop = ask_to_stop
+
+    def tell(self, text: str) -> None:
+        """Make a text the job's status message, at most every TELL_S seconds."""
+        now = time.monotonic()
+        if text == self._last_shown or now < self._next_at:
+            return
+        self._last_shown, self._next_at = text, now + TELL_S
+        from ray.exceptions import RayError
+
+        try:
+            self._change(text)
+        except (RayError, OSError, RuntimeError, ValueError, TypeError) as error:
+            self._next_at = math.inf
+            logger.warning("Ray's Jobs page does not show how far the run is: %s", error)
+
+    def _change(self, text: str) -> None:
+        from ray._private.ray_constants import KV_NAMESPACE_JOB
+        from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+        stored = _internal_kv_get(self._key, namespace=KV_NAMESPACE_JOB)
+        record: dict[str, Any] = json.loads(stored or b"{}")
+        if record.get("status") == "STOPPED":
+            self._next_at = math.inf
+            logger.warning("Ray has stopped this job, but not its command: it saves and leaves")
+            self._ask_to_stop()
+        if record.get("status") != "RUNNING":
+            return
+        record["message"] = text
+        record["metadata"] = {**self._ours, **(record.get("metadata") or {})}
+        value = json.dumps(record).encode()
+        _internal_kv_put(self._key, value, overwrite=True, namespace=KV_NAMESPACE_JOB)

@@ -15,6 +15,9 @@ A holder counts too, from the moment at which it sent its last successful renewa
 LEASE_STOPPED_S without another it ends its workers, whatever its requests wait for, and goes on
 once it has renewed. It knows its own lease by the holder's id in the file, since a storage may
 carry out a renewal after the client has given up on it.
+
+A process may be suspended between a check of its lease and a write. So a file is written only if it
+is as this driver has last seen it; if it is not, the lease in the storage is read again.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from typing_extensions import TypedDict
 
 from rayapp.config import ConfigError
-from rayapp.driver.fence import Fenced
 from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.result import RunFailed
@@ -65,6 +69,74 @@ class Holder(TypedDict, total=False):
     """What distinguishes it from an earlier process with the same pid."""
     machine: list[str]
     renewed: int
+
+
+def _of_inner(name: str, *, checked: bool) -> Any:
+    """Return a method of Fenced that calls the inner storage's, after a check of the lease."""
+
+    def method(self: Fenced, *args: object, **named: object) -> object:
+        if checked:
+            self.check()
+        return getattr(self.inner, name)(*args, **named)
+
+    return method
+
+
+@dataclass(frozen=True)
+class Fenced(Storage):
+    """A storage that reads for everybody, and writes and deletes only while the lease is held."""
+
+    inner: Storage
+    check: Callable[[], None]
+    """Wait until the lease is renewed; raise if it is lost."""
+    verify: Callable[[], None]
+    """Raise unless the lease in the storage is this driver's."""
+    _etags: dict[str, str | None] = field(default_factory=dict)
+    """Of the files that this driver has written or looked at; None: absent."""
+
+    read, stat, dirs, list, local_path, check_writable = (
+        _of_inner(name, checked=False)
+        for name in ("read", "stat", "dirs", "list", "local_path", "check_writable")
+    )
+    create, replace_if, delete, delete_if, delete_tree = (
+        _of_inner(name, checked=True)
+        for name in ("create", "replace_if", "delete", "delete_if", "delete_tree")
+    )
+
+    def child(self, name: str) -> Storage:
+        inner = self.inner.child(name)
+        return Fenced(inner.url, inner, self.check, self.verify)
+
+    __truediv__ = child
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file if it is as this driver has last seen it, else after `verify`."""
+        self.check()
+        if name not in self._etags:
+            self._etags[name] = self._look(name)
+        while True:
+            etag = self._etags[name]
+            if etag is None:
+                new = self.inner.create(name, data)
+            else:
+                new = self.inner.replace_if(name, data, etag)
+            if new is None:
+                self.verify()  # changed by someone else, or by our own request before this one
+                self._etags[name] = self._look(name)
+                continue
+            self._etags[name] = new
+            return
+
+    def _look(self, name: str) -> str | None:
+        entry = self.inner.stat(name)
+        return entry.etag if entry else None
+
+    @contextmanager
+    def open_write(self, name: str) -> Iterator[BinaryIO]:
+        self.check()
+        with self.inner.open_write(name) as out:
+            yield out
+            self.check()  # an error here discards what was written
 
 
 class Lease:

@@ -1,13 +1,16 @@
-"""Report a run to Prometheus and the trackers while it trains, from the files in its folder.
+"""Report a run to Prometheus, trackers and hooks while it trains, from the files in its folder.
 
-    with Observer(spec, run) as observer:
+    hooks = Hooks(opened(config, run.url))       # run.hooks: code of the user's (docs/own_code.md)
+    with Observer(spec, run, hooks) as observer:
         summary = fit(...)
         observer.ended(summary)
+    hooks.end(result)
 
 One thread of the driver reads metrics.jsonl as it grows; one thread per tracker sends the lines, so
 that a server that hangs delays no other. None of this delays or ends the training. Lines that a
 tracker refuses are sent again later; lines that are still unsent CLOSE_S seconds after the end are
-given up, and the log says so. No line is kept here: what a tracker lacks is read again.
+given up, and the log says so. No line is kept here: what a tracker lacks is read again. One thread
+calls all hooks, in the order of events. An error of a hook is logged and ends nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias
 
+from rayapp.config import ConfigError, RunConfig
+from rayapp.config.code import CodeError, load_code
 from rayapp.observe import goodput, trackers
 from rayapp.observe.columns import Follower
 from rayapp.observe.gauges import Driver, checkpoint_every_s
-from rayapp.observe.hooks import Hooks
 from rayapp.observe.metrics import MetricsLine, Sample
 from rayapp.observe.records import Summary
 from rayapp.observe.run_folder import CHECKPOINTS, FAILED, DamagedFile
 from rayapp.observe.status import left_s, planned_step_s
+from rayapp.observe.words import last_line
 from rayapp.planner.calibration import calibrate
 from rayapp.storage import Storage
 from rayapp.train.checkpoint.marker import newest_committed
@@ -36,7 +42,8 @@ ACCOUNT_S = 10.0  # between two updates of time, cost and checkpoints
 TELL_S = 10.0  # between two requests to a tracker: one costs the same for one step as for many
 RETRY_S = 5.0
 CLOSE_S = 30.0  # to send what is left when the command ends
-PART = 500  # lines in one request
+HOOKS_CLOSE_S = 60.0  # for what hooks are not told yet when the command ends
+PART = 500  # lines that are read, or sent, at once
 
 LinesOf: TypeAlias = Callable[[int, int], list[MetricsLine]]
 
@@ -133,7 +140,8 @@ class Observer:
         self._planned_step_s = planned_step_s(run)
         self._driver = Driver(spec.config.run.name, self._num_steps, self._started)
         self._lines = Follower(run)
-        self._looked = False
+        self._told: int | None = None  # lines that hooks know; None before the first look
+        self._checkpoint = 0  # the newest that hooks know
         self._trackers = [
             TrackerFeed(name, run, spec, self._lines.lines) for name in spec.config.run.trackers
         ]
@@ -176,11 +184,7 @@ class Observer:
         before = len(self._lines.steps)
         kept = self._lines.poll()
         steps = self._lines.steps
-        if not self._looked:  # the workers have done no step yet: these are of earlier commands
-            self._looked = True
-            self._hooks.follow(len(steps), self._lines.lines)
-        else:
-            self._hooks.update(len(steps), kept)
+        self._tell_hooks(len(steps), kept, last)
         if kept < before or len(steps) > kept:
             for tracker in self._trackers:
                 tracker.update(len(steps), kept)
@@ -188,8 +192,9 @@ class Observer:
         if began < self._account_at and not last:
             return
         newest = newest_committed(self._run)
-        if newest is not None:
-            self._hooks.checkpoint(newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}")
+        if newest is not None and newest.step != self._checkpoint and self._told == len(steps):
+            self._checkpoint, url = newest.step, f"{self._run.url}/{CHECKPOINTS}/{newest.name}"
+            self._hooks.call("on_checkpoint", newest.step, url)
         sums = goodput.account(goodput.read_events(self._run), steps, now=time.time())
         saving = self._spec.config.checkpoint
         self._driver.set(
@@ -205,3 +210,99 @@ class Observer:
         )
         took_s = time.monotonic() - began
         self._account_at = began + max(ACCOUNT_S, 20 * took_s)
+
+    def _tell_hooks(self, count: int, kept: int, last: bool) -> None:
+        """Tell the lines up to `count`; steps that a recovery does again are told again.
+
+        Slow hooks get further lines at a later look, so that few wait in memory. At the first look
+        the workers have done no step yet: the lines are of earlier commands.
+        """
+        self._told = count if self._told is None else min(self._told, kept)
+        while self._told < count and (last or self._hooks.calls.qsize() < PART):
+            stop = min(count, self._told + PART)
+            for line in self._lines.lines(self._told, stop):
+                self._hooks.call("on_step", line)
+            self._told = stop
+
+
+class Hook(Protocol):
+    """What the object that a `run.hooks` entry makes may have; it needs one of them."""
+
+    def on_step(self, line: MetricsLine, /) -> None:
+        """Take a line of metrics.jsonl."""
+
+    def on_checkpoint(self, step: int, url: str, /) -> None:
+        """Take the newest committed checkpoint; with short intervals some are left out."""
+
+    def on_end(self, result: Mapping[str, Any], /) -> None:
+        """Take the content of result.json, once, when the command ends."""
+
+
+HOOK_METHODS = ("on_step", "on_checkpoint", "on_end")
+
+
+def opened(config: RunConfig, run: str) -> list[object]:
+    """Make the hooks of a config for a run in this folder.
+
+    Raises:
+        ConfigError: one cannot be imported or made, or has none of HOOK_METHODS.
+    """
+    hooks, problems = list[object](), list[str]()
+    for name in config.run.hooks:
+        try:
+            hook = load_code("run.hooks", name)(config, run)
+        except CodeError as error:
+            problems.append(str(error))
+            continue
+        except Exception as error:  # the user's code may raise anything
+            why = f"{type(error).__name__}: {last_line(error)}"
+            problems.append(f"run.hooks={name} failed when it was called with (config, run): {why}")
+            continue
+        hooks.append(hook)
+        if not any(hasattr(hook, method) for method in HOOK_METHODS):
+            problems.append(
+                f"run.hooks={name} is without effect: what it returns has none of "
+                f"{', '.join(HOOK_METHODS)}. Define one of them"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return hooks
+
+
+class Hooks:
+    """Call hooks from a thread, in the order in which it is told what happens."""
+
+    def __init__(self, hooks: Sequence[object]) -> None:
+        self._hooks, self._ended = hooks, not hooks
+        self.calls = SimpleQueue[tuple[Any, ...] | None]()
+        self._thread = threading.Thread(target=self._work, name="hooks", daemon=True)
+        if hooks:
+            self._thread.start()
+
+    def call(self, method: str, *values: object) -> None:
+        """Have one of HOOK_METHODS of each hook called."""
+        if not self._ended:
+            self.calls.put((method, *values))
+
+    def end(self, result: Mapping[str, Any]) -> None:
+        """Tell the result after all else, and wait for that up to HOOKS_CLOSE_S."""
+        if self._ended:
+            return
+        self.call("on_end", result)
+        self._ended = True
+        self.calls.put(None)
+        self._thread.join(HOOKS_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("hooks have not ended within %.0f s, and are left", HOOKS_CLOSE_S)
+
+    def _work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            self._call(*call)
+
+    def _call(self, method: str, *values: object) -> None:
+        for hook in self._hooks:
+            try:
+                getattr(hook, method, lambda *_: None)(*values)
+            except Exception as error:  # the user's code may raise anything: training goes on
+                name = type(hook).__name__
+                logger.warning("%s.%s failed: %s", name, method, last_line(error), exc_info=error)

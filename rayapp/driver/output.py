@@ -1,6 +1,6 @@
 """Keep the end of what a command prints, and write it into the run's folder by attempt.
 
-with captured() as tail, copied(console, tail):
+with captured() as tail:
     logs = AttemptLogs(run, journal, tail)
     logs.begin_attempt()
     logs.keep_errors(error)          # of the workers
@@ -10,18 +10,14 @@ with captured() as tail, copied(console, tail):
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import IO, Any, cast
-
-from rich.console import Console, ConsoleRenderable, RenderHook
-from rich.text import Text
 
 from rayapp.jobs.package import LOOKS_SECRET
 from rayapp.observe import attempts
@@ -30,10 +26,13 @@ from rayapp.observe.clock import CLOCK, Clock
 from rayapp.observe.events import Journal
 from rayapp.observe.plain import Through, plain_text
 from rayapp.observe.result import RunFailed
+from rayapp.observe.run_folder import RESERVE
 from rayapp.observe.words import moment
 from rayapp.storage import Storage
+from rayapp.storage.base import explained
 
 TAIL_BYTES = 200_000
+RESERVE_BYTES = 2**20  # a log of an attempt takes up to 520 kB, the rest some 10
 KEPT = 20  # logs; a crash loop must not fill the storage
 # While it prepares and trains: for `rayapp logs --follow`, and in case the driver is killed.
 STORE_EVERY_S, STORE_EVERY_S3_S = 5.0, 60.0
@@ -57,7 +56,6 @@ class Tail:
         self._lock = threading.Lock()
 
     def add(self, stream: str, text: str) -> None:
-        """Take text that was written to a stream."""
         with self._lock:
             *lines, rest = (self._open.get(stream, "") + text).split("\n")
             for line in lines:
@@ -73,12 +71,10 @@ class Tail:
             self._bytes -= len(self._lines.popleft().encode())
 
     def text(self) -> str:
-        """Return the lines."""
         with self._lock:
             return "".join(self._lines)
 
     def clear(self) -> None:
-        """Forget the lines."""
         with self._lock:
             self._lines.clear()
             self._bytes = 0
@@ -110,53 +106,11 @@ def captured() -> Iterator[Tail]:
     and logging look them up when they write.
     """
     tail = Tail()
-    tees = {
-        name: Tee(stream, name, tail)
-        for name in ("stdout", "stderr")
-        if (stream := getattr(sys, name)) is not None
-    }
-    for name, tee in tees.items():
-        setattr(sys, name, tee)
-    try:
+    with ExitStack() as stack:
+        for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
+            if (stream := getattr(sys, name)) is not None:
+                stack.enter_context(redirect(cast(IO[str], Tee(stream, name, tail))))
         yield tail
-    finally:
-        for name, tee in tees.items():
-            if getattr(sys, name) is tee:
-                setattr(sys, name, tee.stream)
-
-
-@contextmanager
-def copied(console: Console, tail: Tail) -> Iterator[None]:
-    """Inside the block, also keep what a console prints that does not write to sys.stdout/stderr.
-
-    That is one with a file of its own, or one of Jupyter, which displays objects.
-    """
-    if console.file in (sys.stdout, sys.stderr) and not console.is_jupyter:
-        yield
-        return
-    console.push_render_hook(_TextCopy(console, tail))
-    try:
-        yield
-    finally:
-        console.pop_render_hook()
-
-
-class _TextCopy(RenderHook):
-    """Print the same as text into a Tail."""
-
-    def __init__(self, console: Console, tail: Tail) -> None:
-        self._text = Console(
-            file=cast(IO[str], Tee(io.StringIO(), "console", tail)),
-            width=console.width,
-            force_jupyter=False,
-            force_terminal=False,
-            no_color=True,
-        )
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        for each in renderables:
-            self._text.print(each, end=each.end if isinstance(each, Text) else "", soft_wrap=True)
-        return renderables
 
 
 class AttemptLogs:
@@ -220,3 +174,38 @@ def _without_secrets(text: str) -> str:
         if LOOKS_SECRET.search(name) and len(value) >= SECRET_LENGTH:
             text = text.replace(value, f"[{name}]")
     return text
+
+
+class Reserve:
+    """Some bytes of the run's disk for the reason of a failure: taken inside the block.
+
+    A disk that becomes full refuses result.json and events.jsonl too. The bytes are given back
+    before the end of the command is recorded; by then the workers, which would use them up, have
+    ended. They are random and synced: compression, sparse files and delayed allocation would save
+    others, and posix_fallocate is not everywhere. In object stores there is no reserve.
+    """
+
+    def __init__(self, run: Storage) -> None:
+        folder = run.local_path()
+        self._path = None if folder is None else f"{folder}/{RESERVE}"
+
+    def __enter__(self) -> Reserve:
+        """Raises: StorageError: there is no such room."""
+        if self._path is not None:
+            try:
+                with explained("write", self._path), open(self._path, "wb") as file:
+                    file.write(os.urandom(RESERVE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                self.free()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+    def free(self) -> None:
+        if self._path is not None:
+            with explained("delete", self._path), suppress(FileNotFoundError):
+                os.unlink(self._path)

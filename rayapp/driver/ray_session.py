@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -56,11 +56,27 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
     """
     import ray
 
-    if ray.is_initialized():
-        check_cluster(config)
+    ours = not ray.is_initialized()
+    if ours:
+        _init(config, address)
+    try:
+        if not ours or address != "local":
+            check_cluster(config)
         with _address_is_known():
             yield
-        return
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _init(config: RunConfig, address: str) -> None:
+    """Call ray.init, again while a local start times out.
+
+    Raises:
+        RunFailed: Ray does not start on this machine.
+    """
+    import ray
+
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address == "local":
         cores = os.cpu_count() or 1
@@ -69,25 +85,9 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
             options["object_store_memory"] = OBJECT_STORE_BYTES
     else:
         options["runtime_env"] = {"env_vars": _quiet_workers()}
-    _init(address, **options)
-    try:
-        if address != "local":
-            check_cluster(config)
-        with _address_is_known():
-            yield
-    finally:
-        ray.shutdown()
-
-
-def _init(address: str, **options: Any) -> None:
-    """Call ray.init, again while a local start times out.
-
-    Raises:
-        RunFailed: Ray does not start on this machine.
-    """
-    import ray
-
-    logging.getLogger(TOKENS_LOGGER).addFilter(_is_for_users)
+    logging.getLogger(TOKENS_LOGGER).addFilter(
+        lambda record: not record.getMessage().startswith(TOKENS_ARE_USED)
+    )
     for attempt in range(1, STARTS + 1):
         try:
             with _signals_are_for_the_driver():
@@ -136,10 +136,6 @@ def _quiet_workers() -> dict[str, str]:
     """
     told = (job_config().get("runtime_env") or {}).get("env_vars") or {}
     return {name: os.environ.get(name, value) for name, value in QUIET.items() if name not in told}
-
-
-def _is_for_users(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(TOKENS_ARE_USED)
 
 
 def end_workers() -> None:
@@ -209,8 +205,10 @@ def check_cluster(config: RunConfig) -> None:
         ConfigError: naming what is there.
     """
     import ray
+    from ray._private.state import state  # no public call gives what an autoscaler may add
 
-    resources, limits = ray.cluster_resources(), most_resources()
+    resources = ray.cluster_resources()
+    limits = state.get_max_resources_from_cluster_config() or {}
     workers = config.cluster.min_workers
     needed = {
         "CPU": float(workers + 1),
@@ -232,15 +230,7 @@ def check_cluster(config: RunConfig) -> None:
         )
 
 
-def most_resources() -> Mapping[str, float]:
-    """Return the resources that the cluster may grow to; empty without an autoscaler."""
-    from ray._private.state import state  # no public call gives what an autoscaler may add
-
-    return state.get_max_resources_from_cluster_config() or {}
-
-
 def gpus_here() -> int:
-    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()

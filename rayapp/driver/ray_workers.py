@@ -1,28 +1,43 @@
-"""Run the attempts of a run as worker groups of Ray Train.
+"""Run the attempts of a run as worker groups of Ray Train, and validate checkpoints in tasks.
 
 workers = RayWorkers(spec.config)
 with workers.asked_for():
     attempt = workers.start(spec, workers.wait_for_room(note, check))
     while not attempt.wait(0.5): ...
     summary_or_error = attempt.outcome()
+
+validator = Validator(spec, run, say)
+validator.poll(); ...; validator.close()
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from rayapp.config import RunConfig
 from rayapp.driver import placement
+from rayapp.driver.display import held_out
 from rayapp.driver.ray_session import end_workers, threads, uses_gpus
 from rayapp.observe.clock import CLOCK, Call
-from rayapp.observe.records import Summary
-from rayapp.observe.run_folder import RAY
-from rayapp.storage import open_storage
+from rayapp.observe.records import Summary, Validation
+from rayapp.observe.run_folder import RAY, VALIDATIONS
+from rayapp.observe.status import read_validations
+from rayapp.observe.words import last_line
+from rayapp.storage import Storage, open_storage
 from rayapp.storage.s3_client import settings_of
+from rayapp.train.checkpoint.marker import newest_committed
 from rayapp.train.spec import AnySpec
+
+VALIDATION_POLL_S = 5.0
+VALIDATION_CLOSE_S = 300.0  # for the last validation, after training has ended
+
+logger = logging.getLogger("rayapp.driver")
 
 # By default glibc returns every large block to the kernel when it is freed, and a training step on
 # a CPU then spends a sixth of its time on page faults. With the first two settings freed blocks
@@ -41,59 +56,40 @@ GPU_ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Attempt(Protocol):
-    """One group of workers, from its start to its end."""
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end of the group, at most so long; return whether it has ended."""
-
-    def outcome(self) -> Summary | Exception:
-        """Return rank 0's summary, or the error of Ray or its workers; waits for the end."""
-
-    def end(self) -> None:
-        """Kill the workers."""
-
-
-class Workers(Protocol):
-    """The cluster of a run, as its supervision sees it."""
-
-    def asked_for(self) -> AbstractContextManager[None]:
-        """Inside the block, ask the autoscaler for all workers of an elastic run."""
-
-    def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
-        """Wait until enough workers fit, and return how many to start."""
-
-    def start(self, spec: AnySpec, workers: int) -> Attempt:
-        """Start a group of workers."""
-
-
 class RayWorkers:
-    """Groups of Ray Train on the cluster that this process is connected to."""
+    """Groups of Ray Train on the cluster that this process is connected to.
+
+    The supervision of a run sees its cluster through this class and RayAttempt alone.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
     def asked_for(self) -> AbstractContextManager[None]:
+        """Inside the block, ask the autoscaler for all workers of an elastic run."""
         return placement.asked_for(self._config)
 
     def wait_for_room(self, note: Callable[[str], None], check: Callable[[], None]) -> int:
+        """Wait until enough workers fit, and return how many to start."""
         return placement.wait_for_room(self._config, note, check)
 
-    def start(self, spec: AnySpec, workers: int) -> Attempt:
+    def start(self, spec: AnySpec, workers: int) -> RayAttempt:
         return RayAttempt(_trainer(spec, workers))
 
 
 class RayAttempt:
-    """A group of Ray Train."""
+    """A group of Ray Train, from its start to its end."""
 
     def __init__(self, trainer: Any) -> None:
         # Not in the main thread: Ray Train would replace our signal handlers there and abort.
         self._fit: Call[Any] = Call(CLOCK, trainer.fit, "fit")
 
     def wait(self, seconds: float) -> bool:
+        """Wait for the end of the group, at most so long; return whether it has ended."""
         return self._fit.wait(seconds)
 
     def outcome(self) -> Summary | Exception:
+        """Return rank 0's summary, or the error of Ray or its workers; waits for the end."""
         from ray.exceptions import RayError
         from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -178,3 +174,90 @@ def _trainer(spec: AnySpec, workers: int) -> Any:
         datasets={"train": spec.first_step},
         dataset_config=ExactOrder(spec.stream),
     )
+
+
+class Validator:
+    """Evaluate committed checkpoints on held-out data, where a worker's room is free.
+
+    Every VALIDATION_POLL_S seconds it looks for a newer one, and evaluates it in a Ray task with a
+    worker's resources. Each result is a line of `validation.jsonl`. A validation that fails is
+    logged and does not end training.
+    """
+
+    def __init__(self, spec: AnySpec, run: Storage, say: Callable[[str], None]) -> None:
+        self._spec, self._run, self._say = spec, run, say
+        self._lines = read_validations(run)
+        self._asked = max((line["step"] for line in self._lines), default=-1)
+        self._looked_at = time.monotonic()
+        self._task: Any = None
+
+    def poll(self) -> None:
+        """Take the result of a finished validation; else start one if there is a newer commit."""
+        import ray
+
+        if self._task is not None:
+            if ray.wait([self._task], timeout=0)[0]:
+                self._take()
+            return
+        now = time.monotonic()
+        if now - self._looked_at < VALIDATION_POLL_S:
+            return
+        self._looked_at = now
+        try:
+            self._start()
+        except (ray.exceptions.RayError, OSError, RuntimeError) as error:
+            logger.warning("cannot look for checkpoints to validate: %s", error)
+
+    def close(self) -> None:
+        """Wait VALIDATION_CLOSE_S for a running validation, if any, and take its result."""
+        import ray
+
+        if self._task is None:
+            return
+        if ray.wait([self._task], timeout=VALIDATION_CLOSE_S)[0]:
+            self._take()
+            return
+        ray.cancel(self._task, force=True)
+        logger.warning(
+            "a checkpoint was not validated: it took %.0f s after training", VALIDATION_CLOSE_S
+        )
+
+    def _start(self) -> None:
+        import ray
+
+        newest = newest_committed(self._run)
+        if (
+            newest is None
+            or newest.step <= self._asked
+            or not placement.free_workers(self._spec.config)
+        ):
+            return
+        self._asked = newest.step
+        resources = dict(placement.needs(self._spec.config))
+        task = ray.remote(
+            num_cpus=resources.pop("CPU"),
+            num_gpus=resources.pop("GPU", 0),
+            resources=resources,
+            max_retries=0,
+        )(_validate)
+        self._task = task.remote(self._spec, newest.name, newest.step)
+
+    def _take(self) -> None:
+        import ray
+
+        task, self._task = self._task, None
+        try:
+            line = ray.get(task)
+            self._lines.append(line)
+            text = "".join(json.dumps(each) + "\n" for each in self._lines)
+            self._run.write(VALIDATIONS, text.encode())
+        except (ray.exceptions.RayError, OSError) as error:  # e.g. the checkpoint was deleted first
+            logger.warning("a checkpoint was not validated: %s", last_line(error))
+            return
+        self._say(f"checkpoint of step {line['step']}: {held_out(line)}")
+
+
+def _validate(spec: AnySpec, name: str, step: int) -> Validation:
+    from rayapp.train.rank import validate
+
+    return validate(spec, name, step)

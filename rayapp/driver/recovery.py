@@ -25,18 +25,8 @@ import re
 from collections import Counter
 
 from rayapp.config.sections import Cluster
-from rayapp.observe.attempts import (
-    AGAIN,
-    FAILURE,
-    NETWORK,
-    NO_ROOM,
-    PREEMPTION,
-    RESIZE,
-    START,
-    STEP,
-    STORAGE,
-    Ending,
-)
+from rayapp.observe import attempts
+from rayapp.observe.attempts import Ending
 from rayapp.observe.clock import CLOCK, Clock
 from rayapp.order import Order
 
@@ -73,7 +63,7 @@ class Recovery:
         if ending.trained and ending.step > self._furthest:
             self._furthest, self._pauses, self._first = ending.step, 0, None
             self._alike.clear()
-        if ending.kind == FAILURE and self._first is None:
+        if ending.kind == attempts.FAILURE and self._first is None:
             self._first = ending
         try:
             return self._pause_s(ending)
@@ -85,17 +75,17 @@ class Recovery:
             raise GiveUp(f"{error}. {began}") from None
 
     def _pause_s(self, ending: Ending) -> float:
-        if ending.kind == NO_ROOM:
+        if ending.kind == attempts.NO_ROOM:
             return 0.0
-        if ending.kind == PREEMPTION:
+        if ending.kind == attempts.PREEMPTION:
             self._preemptions += 1
             most = self._cluster.max_preemptions
             if most is not None and self._preemptions > most:
                 raise GiveUp(f"{ending.reason}; cluster.max_preemptions={most} are used up")
             return 0.0
-        if ending.kind == RESIZE:
+        if ending.kind == attempts.RESIZE:
             self._count(ending, "resize", RESIZES)
-        elif ending.kind == AGAIN:
+        elif ending.kind == attempts.AGAIN:
             self._count(ending, ending.reason, LOOP)
         elif ending.final:
             raise GiveUp(f"{ending.reason}. Mend that and run the same command")
@@ -110,11 +100,11 @@ class Recovery:
         self._failed_at[cause] = [*times, now]
         if self._cluster.max_failures == 0:
             raise GiveUp(ending.reason)
-        if cause == STEP:
+        if cause == attempts.STEP:
             self._count(ending, ending.step, LOOP)
-        elif cause == START:
+        elif cause == attempts.START:
             self._count(ending, f"start: {ending.reason}", LOOP)
-        patient = cause in (NETWORK, STORAGE)
+        patient = cause in (attempts.NETWORK, attempts.STORAGE)
         most = max(OUTAGES, self._cluster.max_failures) if patient else self._cluster.max_failures
         if len(times) + 1 > most:
             used = f"cluster.max_failures={most} are used up"
@@ -130,12 +120,12 @@ class Recovery:
 
     def _loop(self, ending: Ending, times: int) -> str:
         """Return the message of a run whose attempts end in the same way each time."""
-        if ending.kind in (AGAIN, RESIZE):
+        if ending.kind in (attempts.AGAIN, attempts.RESIZE):
             return (
                 f"{times} attempts have started again without a step in between: {ending.reason}. "
                 "See that run.storage is one folder for all nodes, and run the same command"
             )
-        if ending.cause == START:
+        if ending.cause == attempts.START:
             where = f"{times} attempts have failed alike before they had done a step"
         elif ending.step < self._order.num_steps:
             rows = [str(row) for row in self._order.rows(ending.step) if row >= 0]

@@ -1,8 +1,9 @@
-"""Requests to stop a run: a file named STOP in its folder, or a signal to its driver.
+"""Requests to stop a run: a file named STOP in its folder, a signal to its driver, a budget.
 
 stop = Stop(run)                          # before the lease is taken
 with held(run), stop.on_signal(console):
     stop.forget_old()
+    budget = Budget(config.run, journal, stop)    # of run.max_usd and run.max_hours
     job = watching(prepare, stop.check)   # raises StopAsked
 """
 
@@ -12,16 +13,18 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.console import Console
 
+from rayapp.config import ConfigError, Place, Run, RunConfig
 from rayapp.jobs.client import RAY_STOP_WAIT_S
 from rayapp.jobs.package import STOP_WAIT, STOP_WAIT_S
 from rayapp.observe import run_folder
 from rayapp.observe.clock import CLOCK, Call, Clock
+from rayapp.observe.events import Journal, machines
 from rayapp.observe.goodput import ENDED, commands, read_events
 from rayapp.observe.run_folder import RETRIED
 from rayapp.storage import Storage
@@ -86,7 +89,6 @@ class Stop:
             return False
 
     def ask(self) -> None:
-        """Ask the run to stop, as a signal does."""
         self._signalled.set()
         # In a thread: the caller may be in the middle of a request to the same storage.
         threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
@@ -147,6 +149,73 @@ class Stop:
             self._run.write(run_folder.STOP, SIGNALLED)
         except OSError as error:
             logger.error("the workers cannot be asked to stop: %s", error)
+
+
+def reached(
+    max_usd: float | None, max_hours: float | None, wall_s: float, usd: float | None, who: str
+) -> str | None:
+    """Return which budget is reached by these seconds and USD; None: none is."""
+    for name, limit, spent, unit in (
+        ("max_usd", max_usd, usd, "USD"),
+        ("max_hours", max_hours, wall_s / 3600.0, "hours"),
+    ):
+        if limit is not None and spent is not None and spent >= limit:
+            return f"{name}={limit:g} is reached: {who} taken {spent:.2f} {unit}"
+    return None
+
+
+class Budget:
+    """What all commands of a run may spend together."""
+
+    def __init__(self, run: Run, journal: Journal, stop: Stop, clock: Clock = CLOCK) -> None:
+        """Raise ConfigError if an earlier command of the run has an unknown cost."""
+        self._run, self._journal, self._stop, self._clock = run, journal, stop, clock
+        self.reason: str | None = None
+        """Why the run was asked to stop; None while every budget lasts."""
+        if run.max_usd is not None and journal.spent(clock.time())[1] is None:
+            raise ConfigError(
+                [
+                    f"run.max_usd={run.max_usd:g} is impossible: an earlier command of this run "
+                    "had no price. Set run.max_hours, or another run.name"
+                ]
+            )
+
+    def check(self) -> None:
+        """Ask the run to stop if a budget is reached."""
+        if self.reason is None and (reason := self._reached()):
+            self.reason = reason
+            self._stop.ask()
+
+    def _reached(self) -> str | None:
+        if self._run.max_usd is None and self._run.max_hours is None:
+            return None
+        spent = self._journal.spent(self._clock.time())
+        told = reached(self._run.max_usd, self._run.max_hours, *spent, "the run has")
+        more = told and f"The same command with a larger run.{told.partition('=')[0]} goes on"
+        return told and f"run.{told}. {more}"
+
+
+def budget_problems(
+    config: RunConfig, places: Callable[[], Sequence[Place]] | None = None
+) -> list[str]:
+    """Return why the cost of a run with `run.max_usd` would not be known.
+
+    `places` returns those of a running cluster's nodes, for a list in cluster.instance.
+    """
+    each, least = config.alternatives(), config.cluster.min_workers
+    if config.run.max_usd is None or (places is not None and len(config.cluster.choices) < 2):
+        return []
+    if places is not None:
+        why = f"no nodes for {least} workers say which of cluster.instance they are"
+        what = "Set the one that they are, or render the cluster from this config"
+        known = machines(config, least, places())["usd_per_hour"] is not None
+    else:
+        why = "the price of the machines is not known"
+        what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+        if len(each) > 1:
+            what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
+        known = all(machines(one, 1)["usd_per_hour"] for one in each)
+    return [] if known else [f"run.max_usd={config.run.max_usd:g} is impossible: {why}. {what}"]
 
 
 def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:

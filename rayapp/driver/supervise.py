@@ -17,15 +17,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rayapp.driver import display
-from rayapp.driver.budget import Budget
-from rayapp.driver.checkpoint_validation import Validator
 from rayapp.driver.growth import describe, take
 from rayapp.driver.lease import Lease
-from rayapp.driver.output import AttemptLogs, Tail
-from rayapp.driver.ray_workers import Attempt, Workers
+from rayapp.driver.output import AttemptLogs, Reserve, Tail
+from rayapp.driver.ray_workers import RayAttempt, RayWorkers, Validator
 from rayapp.driver.recovery import GiveUp, Recovery
-from rayapp.driver.reserve import Reserve
-from rayapp.driver.stop import POLL_S, Stop, StopAsked
+from rayapp.driver.stop import POLL_S, Budget, Stop, StopAsked
 from rayapp.observe import metrics, run_folder
 from rayapp.observe.activity import STARTING_WORKERS, TRAINING, WAITING_FOR_ROOM, Phases
 from rayapp.observe.attempts import FAILURE, NO_ROOM, STORAGE, Ending, ending_of
@@ -70,12 +67,10 @@ class Command:
 
     @cached_property
     def logs(self) -> AttemptLogs:
-        """The logs of this command's attempts."""
         return AttemptLogs(self.run, self.journal, self.tail, self.clock)
 
     @cached_property
     def reserve(self) -> Reserve:
-        """Room on the run's disk for the reason of a failure."""
         return Reserve(self.run)
 
     def check(self) -> None:
@@ -85,7 +80,6 @@ class Command:
         self.stop.check()
 
     def check_budget(self) -> None:
-        """Ask the run to stop if it has spent its budget."""
         if self.budget is not None:
             self.budget.check()
 
@@ -93,7 +87,7 @@ class Command:
 def fit(
     command: Command,
     spec: AnySpec,
-    workers: Workers,
+    workers: RayWorkers,
     console: Console,
     after_failure: AfterFailure,
     make_validator: Callable[[AnySpec, Storage, Callable[[str], None]], Any] = Validator,
@@ -144,7 +138,7 @@ class _Supervisor:
 
     command: Command
     spec: AnySpec
-    workers: Workers
+    workers: RayWorkers
     bar: display.ProgressBar
     after_failure: AfterFailure
     beside: BackgroundWork | None
@@ -248,7 +242,7 @@ class _Supervisor:
         if ending.kind != NO_ROOM:
             self.command.logs.end_attempt(text)
 
-    def _watch(self, attempt: Attempt) -> str | None:
+    def _watch(self, attempt: RayAttempt) -> str | None:
         """Show the last line of metrics.jsonl until the attempt ends.
 
         A thread reads the storage, so that a request that hangs does not hold up this loop: it ends

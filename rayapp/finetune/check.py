@@ -16,7 +16,7 @@ from typing import Any
 from rayapp import model
 from rayapp.config import Config, ConfigError
 from rayapp.config.fields import RecordKind
-from rayapp.data import first_records, shapes, sources, templates, tokens
+from rayapp.data import first_records, shapes, sources, tokens
 from rayapp.data.chat import reads
 from rayapp.data.kinds import takes_template
 from rayapp.data.rendering import Renderer
@@ -86,7 +86,7 @@ class CheckedLanguageRun(command.CheckedRun):
 def absolute(config: Config) -> Config:
     """Make local paths absolute, those of a mixture and of tasks too; see `checks.absolute`."""
     local = checks.absolute_path
-    config = checks.absolute(config, {"data.chat_template": (templates.CHATML, templates.TRAINING)})
+    config = checks.absolute(config, {"data.chat_template": (tokens.CHATML, tokens.TRAINING)})
     mixture = {str(local(path)): share for path, share in config.data.mixture.items()}
     tasks = {
         name: task.model_copy(update={"path": local(task.path)})
@@ -317,8 +317,8 @@ def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:
     if name is None or problems:
         return ""
     try:
-        return templates.template_of(name, tokenizer)
-    except (templates.TemplateError, StorageError, UnicodeDecodeError) as error:
+        return tokens.template_of(name, tokenizer)
+    except (tokens.TemplateError, StorageError, UnicodeDecodeError) as error:
         text = str(error)
         named = text.startswith("data.chat_template=")
         problems.append(text if named else f"data.chat_template={name} is not readable: {text}")

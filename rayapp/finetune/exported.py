@@ -21,8 +21,7 @@ from rayapp import model
 from rayapp.finetune.model_parts import Parts, compute_dtype
 from rayapp.model.adapter import adapted, read_adapter
 from rayapp.observe.records import ExportCheck
-from rayapp.storage import Storage
-from rayapp.storage.inputs import local_copy
+from rayapp.storage import Storage, local_copy
 from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.spec import LanguageSpec
 

@@ -17,8 +17,8 @@ from rayapp.data.prepared_windows import Preparation
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskItems, items_of
-from rayapp.data.templates import TRAINING
 from rayapp.data.token_rows import step_rows
+from rayapp.data.tokens import TRAINING
 from rayapp.driver import command
 from rayapp.driver.growth import describe, refuse_other_data, stages_of
 from rayapp.driver.placement import on_what_is_there

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field
 
-from rayapp.config import Config, ConfigError, load, reading
+from rayapp.config import Config, ConfigError, from_dict, load
 from rayapp.config.fields import (
     NAME_PATTERN,
     OptionalFloat,
@@ -97,7 +97,7 @@ def read(sweep: str | Mapping[str, Any], changes: Mapping[str, Any]) -> Sweep:
     tree, problems = read_yaml(sweep) if isinstance(sweep, str) else (sweep, [])
     if problems:
         raise ConfigError(problems)
-    return cast(Sweep, reading.check(cast(Any, Sweep), {**tree, **changes}))
+    return cast(Sweep, from_dict({**tree, **changes}, (), cast(Any, Sweep)))
 
 
 def trials_of(sweep: Sweep) -> Trials:

@@ -32,14 +32,13 @@ from rayapp.config import Config, ConfigError, load, reading
 from rayapp.config.text import Dumper
 from rayapp.data import tokens
 from rayapp.driver import placement
-from rayapp.driver.budget import budget_problems, reached
 from rayapp.driver.checks import same_run
 from rayapp.driver.heartbeat import Heartbeat
 from rayapp.driver.lease import held
 from rayapp.driver.output import captured
 from rayapp.driver.ray_session import connected, started_here, uses_gpus
 from rayapp.driver.ray_workers import ray_storage
-from rayapp.driver.stop import TOLD, Stop, StopAsked, watching
+from rayapp.driver.stop import TOLD, Stop, StopAsked, budget_problems, reached, watching
 from rayapp.finetune.auto import free_gib
 from rayapp.finetune.check import CheckedLanguageRun, absolute, check
 from rayapp.finetune.model_parts import model_shape

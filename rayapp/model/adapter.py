@@ -34,8 +34,7 @@ from rayapp.model.lora_layers import (
     updates,
 )
 from rayapp.model.new_tokens import ROWS, RowsUpdate
-from rayapp.storage import Readable
-from rayapp.storage.inputs import read_json
+from rayapp.storage import Readable, read_json
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_NAMED = 3

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from rayapp.storage import Readable
-from rayapp.storage.inputs import read_json
+from rayapp.storage import Readable, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -39,9 +39,8 @@ from transformers.utils.quantization_config import GgufConfig
 from rayapp.model.small_files import config_json, small_files_of
 from rayapp.model.source import hub_folder
 from rayapp.presets import PRESETS, Package, Preset
-from rayapp.storage import Readable, Storage
+from rayapp.storage import COPY_BYTES, Readable, Storage, open_input
 from rayapp.storage.base import HIDDEN
-from rayapp.storage.inputs import COPY_BYTES, open_input
 
 SUFFIX = ".gguf"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")

@@ -25,8 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rayapp.config import parse_yaml
 from rayapp.model.adapter import SETTINGS, Adapter, read_adapter
 from rayapp.presets import OWN, PACKAGES
-from rayapp.storage import Readable
-from rayapp.storage.inputs import open_input, read_json
+from rayapp.storage import Readable, open_input, read_json
 
 PRESETS = Path(__file__).parent.parent / "presets"
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

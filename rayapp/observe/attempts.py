@@ -218,7 +218,6 @@ def _reason(error: BaseException) -> str:
 
 
 def log_name(attempt: int) -> str:
-    """Return the name of an attempt's log in the run's folder."""
     return f"{LOGS}/attempt-{attempt}.txt"
 
 

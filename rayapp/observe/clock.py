@@ -14,17 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class Flag(Protocol):
-    """The part of threading.Event that drivers use."""
-
-    def set(self) -> None: ...
-    def is_set(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 class Clock:
@@ -39,10 +31,9 @@ class Clock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
-    def event(self) -> Flag:
+    def event(self) -> threading.Event:
         """Return an event that is not set."""
         return threading.Event()
 

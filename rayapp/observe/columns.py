@@ -16,14 +16,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rayapp.observe import metrics
-from rayapp.observe.metrics import HeldOut, MetricsLine, evaluated, figure
+from rayapp.observe.metrics import MetricsLine, evaluated, figure
 from rayapp.observe.run_folder import METRICS
 from rayapp.storage import Storage, StorageError
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-OF_A_STEP = ("step_s", "data_wait_s", "checkpoint_stall_s", "eval_s")
-ACCOUNTED = ("step", "attempt", "workers", "time", *OF_A_STEP)
+# Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
+# `step`.
+OF_A_STEP = {
+    "data_wait": "data_wait_s",
+    "checkpoint_stall": "checkpoint_stall_s",
+    "evaluation": "eval_s",
+}
+ACCOUNTED = ("step", "attempt", "workers", "time", "step_s", *OF_A_STEP.values())
 # Of a line. The number of an attempt is not enough: if the next attempt cuts its lines and dies
 # before its first step, the one after that has the same number.
 KNOWN_BY = ("attempt", "step", "time")
@@ -37,15 +43,14 @@ class Columns:
         """The last line, with all of its fields."""
         self.rank_s: Mapping[str, float | None] = {}
         """The own time of each rank, as last told."""
-        self.held_out: HeldOut = {}
-        """The figures of the last evaluation."""
+        self.held: list[MetricsLine] = []
+        """The lines with held-out figures, with all of their fields."""
         self.ends = array("q")
         """The byte of metrics.jsonl behind each line."""
         self._columns = {name: array("d") for name in names}
 
     @classmethod
     def of(cls, lines: Iterable[MetricsLine], names: Sequence[str] = ACCOUNTED) -> Columns:
-        """Return the columns of given lines."""
         columns = cls(names)
         for line in lines:
             columns._add(line, 0)
@@ -55,6 +60,8 @@ class Columns:
     @metrics.read_again
     def read(cls, storage: Storage, names: Sequence[str] = ACCOUNTED) -> Columns:
         """Read a run's metrics.jsonl, block by block; an unfinished last line is left out.
+
+        A figure of one source of a mixture is named `loss_by_source/PATH`.
 
         Raises:
             StorageError: it cannot be read.
@@ -70,10 +77,6 @@ class Columns:
     def __getitem__(self, name: str) -> Array:
         return np.array(self._columns[name], np.float64)
 
-    def columns(self) -> dict[str, Array]:
-        """Return all columns, by name."""
-        return {name: self[name] for name in self._columns}
-
     def extend(self, data: bytes, start: int, storage: Storage) -> None:
         """Append the whole lines of `data`, which is at byte `start` of a run's metrics.jsonl.
 
@@ -85,12 +88,15 @@ class Columns:
 
     def _add(self, line: MetricsLine, end: int) -> None:
         for name, column in self._columns.items():
-            value = figure(line, name)
+            field, _, key = name.partition("/")
+            inside = line.get(field) if key else None
+            value = figure(inside, key) if isinstance(inside, Mapping) else figure(line, name)
             column.append(math.nan if value is None else value)
         self.ends.append(end)
         self.last = line
         self.rank_s = line.get("rank_s") or self.rank_s
-        self.held_out = evaluated(line) or self.held_out
+        if evaluated(line):
+            self.held.append(line)
 
 
 class Follower:

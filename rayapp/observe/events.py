@@ -25,19 +25,10 @@ import numpy as np
 
 from rayapp import hardware
 from rayapp.config import Place, RunConfig
+from rayapp.observe import goodput
 from rayapp.observe.activity import WAITING_FOR_ROOM, Activity
 from rayapp.observe.attempts import Ending
 from rayapp.observe.columns import Follower
-from rayapp.observe.goodput import (
-    ENDED,
-    INTERRUPTED,
-    PHASE,
-    RESUMED,
-    STARTED,
-    WORKERS,
-    read_events,
-    spent,
-)
 from rayapp.observe.metrics import MetricsLine
 from rayapp.observe.plain import redacted
 from rayapp.observe.records import Event, EventFields
@@ -56,7 +47,7 @@ class Journal:
 
     def __init__(self, run: Storage, nodes: Callable[[], list[Place]] = list) -> None:
         """`nodes` returns the place of each node that is up and says what it is."""
-        self.run, self.events, self._nodes = run, read_events(run), nodes
+        self.run, self.events, self._nodes = run, goodput.read_events(run), nodes
         self._lines = Follower(run, ("step", "attempt", "step_s", "time"))
         self._lines.poll()
         self._followed = self._attempt()
@@ -67,24 +58,22 @@ class Journal:
     @property
     def attempts(self) -> int:
         """How often workers were started, over all commands."""
-        return sum(event["event"] == WORKERS for event in self.events)
-
-    def _attempt(self) -> int:
-        last = self._lines.steps.last
-        return last["attempt"] if last else 0
+        return sum(event["event"] == goodput.WORKERS for event in self.events)
 
     @property
     def last(self) -> MetricsLine | None:
         """The last line of metrics.jsonl that was read; None if there was none."""
         return self._lines.steps.last
 
+    def _attempt(self) -> int:
+        return self.last["attempt"] if self.last else 0
+
     @contextmanager
     def command(self, config: RunConfig, began: float) -> Iterator[None]:
         """Record the start of a command, and its end if the block raises."""
-        last = self._lines.steps.last
-        seen_until = last["time"] if last else None
+        seen_until = self.last["time"] if self.last else None
         self.add(
-            STARTED,
+            goodput.STARTED,
             {
                 "host": socket.gethostname(),
                 "submission_id": submission_id(),
@@ -99,21 +88,19 @@ class Journal:
             yield
         except BaseException as error:
             reason = str(error) or type(error).__name__
-            self.add(ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
+            self.add(goodput.ENDED, {"status": FAILED, "reason": reason, "seconds": {}})
             raise
 
     def spent(self, now: float) -> tuple[float, float | None]:
         """Return the seconds and USD of all commands up to `now`; USD is None if a price is not
         known."""
-        return spent(list(self.events), self._lines.steps["time"], now)
+        return goodput.spent(list(self.events), self._lines.steps["time"], now)
 
     def waiting(self) -> None:
-        """Record that the command waits for room."""
-        self.add(PHASE, {"phase": WAITING_FOR_ROOM})
+        self.add(goodput.PHASE, {"phase": WAITING_FOR_ROOM})
 
     def attempt(self, config: RunConfig, workers: int) -> None:
-        """Record that an attempt begins with so many workers."""
-        self.add(WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
+        self.add(goodput.WORKERS, {"workers": workers, **machines(config, workers, self._nodes())})
 
     def saw(self, line: MetricsLine) -> None:
         """Take the last line of metrics.jsonl; record an event if it is the first of an attempt."""
@@ -143,7 +130,7 @@ class Journal:
             first = int(np.argmax(steps["attempt"] > self._followed))
             self._followed = self._attempt()
             self.add(
-                RESUMED,
+                goodput.RESUMED,
                 {
                     "attempt": int(steps["attempt"][first]),
                     "step": int(steps["step"][first]) - 1,
@@ -157,10 +144,9 @@ class Journal:
         return steps.last
 
     def interrupted(self, ending: Ending, workers: int) -> None:
-        """Record that an attempt has ended early."""
         last = self.catch_up()
         self.add(
-            INTERRUPTED,
+            goodput.INTERRUPTED,
             {
                 "kind": ending.kind,
                 "reason": ending.reason,
@@ -173,14 +159,14 @@ class Journal:
     def ended(self, status: str, seconds: dict[str, float], reason: str | None = None) -> None:
         """Record that the command ends, with the seconds of its last phases."""
         self.catch_up()
-        self.add(ENDED, {"status": status, "reason": reason, "seconds": seconds})
+        self.add(goodput.ENDED, {"status": status, "reason": reason, "seconds": seconds})
 
     def add(self, event: str, facts: EventFields, at: float | None = None) -> None:
         """Append an event; if it cannot be stored, it is stored with the next one."""
         added: Event = {"event": event, "time": at or time.time(), **facts}
         passed = [self.passed.popleft() for _ in range(len(self.passed))]
-        phases = [Event(event=PHASE, time=each.began, phase=each.phase) for each in passed]
-        self.events += [added, *phases] if event == STARTED else [*phases, added]
+        phases = [Event(event=goodput.PHASE, time=each.began, phase=each.phase) for each in passed]
+        self.events += [added, *phases] if event == goodput.STARTED else [*phases, added]
         text = "".join(redacted(json.dumps(each)) + "\n" for each in self.events)
         try:
             self.run.write(EVENTS, text.encode())
@@ -195,13 +181,14 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
     `cluster.instance` is a list, the machines are the first of `places`, in the order of the list.
     """
     choices, left = config.cluster.choices, workers
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     names, prices = list[str](), list[float | None]()
     for choice, each in zip(choices, config.alternatives(), strict=False):
         one = named_instance(each)
         assert one is not None
         nodes = nodes_of(one, left) if left > 0 else 0
         nodes = min(list(places).count(choice.place), nodes) if len(choices) > 1 else nodes
-        prices += [price_of(each, one, _region())] * nodes
+        prices += [price_of(each, one, region or hardware.DEFAULT_REGION)] * nodes
         names += [str(each.cluster.instance) if len(choices) > 1 else one.name] if nodes else []
         left -= nodes * (one.gpus or workers)
     if left > 0:
@@ -212,11 +199,6 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
         "instance": ", ".join(names),
         "usd_per_hour": sum(known) if len(known) == len(prices) else None,
     }
-
-
-def _region() -> str:
-    named = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    return named or hardware.DEFAULT_REGION
 
 
 def _by() -> EventFields:
@@ -265,9 +247,6 @@ def git_commit() -> str | None:
     try:
         top, git, shared, commit = _git(os.environ, "rev-parse", *wanted).splitlines()
         with tempfile.TemporaryDirectory() as empty:
-            if len(commit) > 40:
-                form = "[core]\nrepositoryFormatVersion=1\n[extensions]\nobjectFormat=sha256\n"
-                Path(empty, "config").write_text(form)
             Path(empty, "HEAD").write_text(commit)
             Path(empty, "refs").mkdir()
             own = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}

@@ -3,14 +3,7 @@
     account = account(read_events(run), Columns.read(run), now=time.time())
     account.goodput["step"], account.cost_usd
 
-The driver writes events.jsonl, one JSON object a line, each with `event` and `time` (Unix seconds):
-
-    started      a command began: host, user, commit, command, submission_id, machines' cost
-    phase        the command is in a phase that lasts: phase (waiting for room, tokenising ...)
-    workers      an attempt begins: workers, nodes, instance, usd_per_hour of all nodes together
-    resumed      its first step is done: step before it, first_step_s, lost_steps, lost_s
-    interrupted  it ended early: kind, reason, step, workers, trained_until
-    ended        the command ended: status, reason, seconds of evaluation, sample and export
+The driver writes events.jsonl, one JSON object a line (see rayapp.observe.records.Event).
 """
 
 from __future__ import annotations
@@ -18,21 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from rayapp.observe import run_folder
 from rayapp.observe.activity import WAITING_FOR_ROOM
-from rayapp.observe.columns import Array, Columns
+from rayapp.observe.columns import OF_A_STEP, Array, Columns
 from rayapp.observe.records import Event, Interruption
 from rayapp.observe.run_folder import EVENTS, DamagedFile
 
 if TYPE_CHECKING:
     from rayapp.storage import Storage
 
-STARTED, PHASE, WORKERS, RESUMED = "started", "phase", "workers", "resumed"
-INTERRUPTED, ENDED = "interrupted", "ended"
+STARTED = "started"  # a command began
+PHASE = "phase"  # it is in a phase that lasts, e.g. waits for room
+WORKERS = "workers"  # an attempt begins
+RESUMED = "resumed"  # its first step is done
+INTERRUPTED = "interrupted"  # it ended early
+ENDED = "ended"  # the command ended
 
 # The fields of each event without which it is damaged.
 REQUIRED: Mapping[str, tuple[str, ...]] = {
@@ -44,16 +41,20 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     ENDED: ("status", "reason", "seconds"),
 }
 
-# Parts of a step's wall time, with the field of metrics.jsonl that measures each; the rest is
-# `step`.
-OF_A_STEP = {
-    "data_wait": "data_wait_s",
-    "checkpoint_stall": "checkpoint_stall_s",
-    "evaluation": "eval_s",
-}
+# Kinds of a TimeSpan.
+START, WAITING, TRAIN, RECOVERY, END = "start", "waiting", "train", "recovery", "end"
+IDLE = (START, WAITING, RECOVERY, "lost_work")  # causes of time outside of kept steps
 
 
-IDLE = ("start", "waiting", "recovery", "lost_work")  # causes of time outside of kept steps
+class TimeSpan(NamedTuple):
+    """A time in which a command did one kind of thing, in Unix seconds."""
+
+    kind: str
+    """START, WAITING (for room), TRAIN, RECOVERY or END."""
+    start: float
+    end: float
+    workers: int
+    """0 before the first attempt of the command."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def account(events: Sequence[Event], steps: Columns, now: float | None = None) -
     """
     seconds = dict.fromkeys((*IDLE, "evaluation", "export"), 0.0)
     for command, until in with_ends(events, steps["time"], now):
-        for cause, value in _idle_s(command, until).items():
+        for cause, value in _idle_s(command, until, steps["time"]).items():
             seconds[cause] += value
     wall_s, cost_usd = spent(events, steps["time"], now)
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
@@ -179,6 +180,9 @@ def _sum(values: Array) -> float:
     return math.fsum(np.nan_to_num(values))
 
 
+INTERRUPTION = ("time", "kind", "reason", "step", "workers")  # fields of its event
+
+
 def interruptions(events: Sequence[Event]) -> list[Interruption]:
     """Return each interruption with the steps that it lost and the seconds to the next step done.
 
@@ -190,17 +194,10 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
             if event["event"] != INTERRUPTED:
                 continue
             later = [other for other in command[index:] if other["event"] == RESUMED]
-            stalls.append(
-                Interruption(
-                    time=event["time"],
-                    kind=event["kind"],
-                    reason=event["reason"],
-                    step=event["step"],
-                    workers=event["workers"],
-                    lost_steps=event["step"] - later[0]["step"] if later else None,
-                    to_first_step_s=later[0]["time"] - event["time"] if later else None,
-                )
-            )
+            told: Any = {name: value for name, value in event.items() if name in INTERRUPTION}
+            told["lost_steps"] = event["step"] - later[0]["step"] if later else None
+            told["to_first_step_s"] = later[0]["time"] - event["time"] if later else None
+            stalls.append(cast(Interruption, told))
     return stalls
 
 
@@ -224,49 +221,56 @@ def _end_of(command: list[Event], follows: Event | None, times: Array, now: floa
     return float(max([*signs, command[-1]["time"]]))
 
 
-def _idle_s(command: list[Event], until: float) -> dict[str, float]:
+def spans(command: list[Event], until: float, times: Array) -> list[TimeSpan]:
+    """Return what a command did, without gaps, from its start to `until`.
+
+    `times` are the Unix seconds of the kept steps.
+    """
+    found: list[TimeSpan] = []
+    kind, since, workers = START, command[0]["time"], 0
+    before = START  # what a wait interrupts; it ends with the next event that is no phase
+
+    def begin(following: str, at: float) -> None:
+        nonlocal kind, since
+        if at > since:
+            found.append(TimeSpan(kind, since, at, workers))
+        kind, since = following, max(since, at)
+
+    for event in command:
+        if kind == WAITING and event["event"] != PHASE:
+            begin(before, event["time"])
+        if event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and kind != WAITING:
+            before = kind
+            begin(WAITING, event["time"])
+        elif event["event"] == WORKERS:
+            workers = event.get("workers", 0)
+        elif event["event"] == RESUMED:
+            begin(TRAIN, event["time"] - event["first_step_s"])
+        elif event["event"] == INTERRUPTED and kind == TRAIN:
+            begin(RECOVERY, event["trained_until"] or event["time"])
+        elif event["event"] == ENDED:
+            inside = times[(times > since) & (times <= event["time"])]
+            trained_until = inside[-1] if len(inside) else since
+            known_s = sum(event["seconds"].values())
+            begin(END, float(trained_until) if kind == TRAIN else until - known_s)
+    begin(END, until)
+    return found
+
+
+def _idle_s(command: list[Event], until: float, times: Array) -> dict[str, float]:
     """Return the seconds, by cause, that no kept step of a command accounts for."""
     seconds = dict.fromkeys(IDLE, 0.0)
-    cause: str | None = "start"  # of the time since `since`; None while it trains
-    since = command[0]["time"]
-    waits = _waits(command, until)
-    seconds["waiting"] = sum(end - began for began, end in waits)
-
-    def idle_s(end: float) -> float:
-        waited_s = sum(max(0.0, min(end, e) - max(since, b)) for b, e in waits)
-        return max(0.0, end - since - waited_s)
-
+    for kind, start, end, _ in spans(command, until, times):
+        if kind in IDLE:
+            seconds[kind] += end - start
     for event in command:
         if event["event"] == RESUMED:
-            if cause is not None:
-                seconds[cause] += idle_s(event["time"] - event["first_step_s"])
-            cause = None
             seconds["lost_work"] += event["lost_s"]
-        elif event["event"] == INTERRUPTED and cause is None:
-            cause, since = "recovery", event["trained_until"] or event["time"]
         elif event["event"] == ENDED:
             known = event["seconds"]
-            if cause is not None:
-                seconds[cause] += max(0.0, idle_s(until) - sum(known.values()))
-            cause = None
             seconds["evaluation"] = known.get("evaluation", 0.0)
             seconds["export"] = known.get("export", 0.0) + known.get("sample", 0.0)
-    if cause is not None:
-        seconds[cause] += idle_s(until)
     return seconds
-
-
-def _waits(command: list[Event], until: float) -> list[tuple[float, float]]:
-    """Return the (start, end) of each wait for room in Unix seconds, up to `until`."""
-    spans = []
-    began: float | None = None
-    for event in command:
-        if event["event"] != PHASE and began is not None:
-            spans.append((began, max(began, min(event["time"], until))))
-            began = None
-        elif event["event"] == PHASE and event["phase"] == WAITING_FOR_ROOM and began is None:
-            began = event["time"]
-    return spans if began is None else [*spans, (began, max(began, until))]
 
 
 def _cost_usd(command: list[Event], until: float) -> float | None:

@@ -71,7 +71,6 @@ class MetricsLog:
                 logger.warning("metrics are not stored yet: %s", error)
 
     def _append(self) -> None:
-        """Append the waiting bytes to the local file."""
         assert self._file is not None
         try:
             while self._data:
@@ -199,7 +198,6 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def part_name(start: int) -> str:
-    """Return the name of the part that begins at this byte."""
     return f"{METRICS_PARTS}/{start:015d}.jsonl"
 
 

@@ -186,18 +186,15 @@ def parsed(text: bytes, kind: Any) -> Any:
         value = json.loads(
             text, parse_int=_whole, parse_float=_number, parse_constant=lambda _: None
         )
-        return schema(kind).validate_json(as_utf8(value), strict=True, extra="allow")
+        # UTF-8 has no halves of surrogate pairs: they become `?`.
+        plain = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        return schema(kind).validate_json(plain, strict=True, extra="allow")
     except ValidationError as error:
         raise ValueError(reason_of(error)) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def as_utf8(value: object) -> bytes:
-    """Return a value as JSON, with `?` for half of a surrogate pair, which UTF-8 has not."""
-    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
 def reason_of(error: ValidationError) -> str:

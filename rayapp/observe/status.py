@@ -56,7 +56,7 @@ LIVE_S = LEASE_TAKEN_S + 10.0  # a lease that is older has no driver; clocks may
 RECENT_STEPS = 50
 VANISHED = "its driver has vanished: run the same command again to go on"
 
-SUMMED = {"steps", "wall_s", "goodput", "cost_usd", "lost_steps", "interruptions"}
+SUMMED = ("wall_s", "goodput", "cost_usd", "lost_steps", "interruptions")  # of an Account
 
 
 class NoRun(LookupError):
@@ -165,7 +165,7 @@ def read(run: Storage, steps: Columns | None = None) -> Progress:
         account=account(events, steps, now if live else None),
         reason=reason,
         updated_s=max(signs, default=None),
-        held_out=steps.held_out,
+        held_out=evaluated(steps.held[-1]) if steps.held else {},
         quiet_s=None if lease is None else now - lease.modified_s,
         **_started_by(events),
         activity=activity if status in LIVE else None,
@@ -214,27 +214,21 @@ def summary(run: Storage) -> Progress:
     result = read_result(run) if last is not None and last["event"] == ENDED else None
     if last is None or not result or result.get("status") != last["status"]:
         return read(run)
-    if not result.keys() >= SUMMED:  # of a run that failed
+    if not result.keys() >= {"steps", *SUMMED}:  # of a run that failed
         return read(run)
     unit = unit_of(result)
     names = ("loss", "own_loss", "mfu", unit.per_s)
     line = {"step": result["steps"]} | {name: result.get(name) for name in names}
     line |= result.get("figures", {})
     rates = [event["usd_per_hour"] for event in events if "usd_per_hour" in event]
+    sums: dict[str, Any] = {name: value for name, value in result.items() if name in SUMMED}
     return Progress(
         status=result["status"],
         step=result["steps"],
         num_steps=read_plan(run).get("steps") if result["status"] == STOPPED else result["steps"],
         left_s=None,
         line=cast(MetricsLine, line),
-        account=Account(
-            result["wall_s"],
-            result["goodput"],
-            result["cost_usd"],
-            rates[-1] if rates else None,
-            result["lost_steps"],
-            result["interruptions"],
-        ),
+        account=Account(usd_per_hour=rates[-1] if rates else None, **sums),
         reason=last["reason"],
         updated_s=last["time"],
         held_out=evaluated(result),

@@ -20,9 +20,10 @@ import re
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rayapp.config import RunConfig
 from rayapp.config.text import flatten
@@ -42,15 +43,17 @@ MLFLOW_PARAM, MLFLOW_TAG = 500, 5000
 PROJECT = "rayapp"
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One run in an experiment tracker."""
 
+    @abstractmethod
     def write(self, lines: Sequence[MetricsLine]) -> None:
         """Send further steps."""
 
-    def cut_back(self, step: int) -> None:
-        """Take back the steps after this one, if the tracker can."""
+    def cut_back(self, step: int) -> None:  # noqa: B027
+        """Take back the steps after this one; MLflow and W&B cannot."""
 
+    @abstractmethod
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
         """Send how the command ended (done, stopped, failed), and the samples, (prompt, text)."""
 
@@ -78,7 +81,6 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
-    """Yield (name, value) of each figure that a step has."""
     for field, key, value in figures_of(line):
         group = FIELDS.get(field, OWN).group
         if group:
@@ -100,7 +102,7 @@ def settings(config: RunConfig) -> dict[str, object]:
     return flatten(config.model_dump(mode="json"))
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """One event file per command, in the run's folder.
 
     The file begins with a mark that makes TensorBoard forget the older files, which are deleted,
@@ -180,7 +182,7 @@ class TensorBoard:
         self._due = began + max(STORE_S, stored_bytes / STORE_BYTES_PER_S)
 
 
-class MLflow:
+class MLflow(Tracker):
     """One MLflow run, found again by its tag; no step is sent twice.
 
     MLflow cannot take a value back: a step that is done again after a failure keeps its first
@@ -229,9 +231,6 @@ class MLflow:
             self._client.log_batch(self._id, metrics=values)
             self._last_sent = part[-1]["step"]
 
-    def cut_back(self, step: int) -> None:
-        """Do nothing: MLflow cannot take values back."""
-
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
         """Set how the command ended, and store the samples as tags."""
         for number, (prompt, text) in enumerate(samples):
@@ -241,7 +240,7 @@ class MLflow:
         self._client.set_terminated(self._id, ended)
 
 
-class Wandb:
+class Wandb(Tracker):
     """One W&B run, resumed by its id, a hash of the run's URL."""
 
     def __init__(self, run: Storage, config: RunConfig) -> None:
@@ -269,9 +268,6 @@ class Wandb:
         for line in lines:
             if line["step"] >= self._run.step:
                 self._run.log(dict(scalars(line)), step=line["step"])
-
-    def cut_back(self, step: int) -> None:
-        """Do nothing: W&B cannot take values back."""
 
     def close(self, status: str, samples: Sequence[tuple[str, str]]) -> None:
         """Set how the command ended, add the samples, and send what is still queued."""

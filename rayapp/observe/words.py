@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal
+
+from rich import filesize
 
 from rayapp.observe.metrics import held_out_figure
 from rayapp.observe.records import Estimate, RunResult, TaskResult
@@ -23,6 +26,7 @@ TASK_HEAD = ("task", "items", "figure", "before", "after")
 TASK_SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
 TASK_SHOWN = ("asked", "before", "after", "wanted")
 TASK_LOSS = "loss"  # the score of a task whose items have no right answer
+number_of_bytes = partial(filesize.decimal, precision=2)  # "1.54 MB"
 SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"))
 
 
@@ -49,7 +53,6 @@ def formed(value: float | None, form: str, unit: str = "") -> str:
 
 
 def fixed(value: float | None, decimals: int) -> str:
-    """Format a number with so many decimals."""
     return formed(value, f",.{decimals}f")
 
 
@@ -89,19 +92,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def number_of_bytes(count: int) -> str:
-    """Format a number of bytes with three digits.
-
-    >>> number_of_bytes(512), number_of_bytes(1_536_000), number_of_bytes(2_500_000_000_000)
-    ('512 bytes', '1.54 MB', '2,500 GB')
-    """
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if count >= 10**power:
-            amount = count / 10**power
-            return f"{amount:,.{0 if amount >= 100 else 1 if amount >= 10 else 2}f} {unit}"
-    return f"{count} bytes"
 
 
 def duration(seconds: float | None) -> str:

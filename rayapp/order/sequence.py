@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from rayapp.order.bijection import MAX_ROWS, Ints, outside, permutation
-from rayapp.order.fitting import check_mixture, check_packings, check_windows, not_a_divisor
-from rayapp.order.packings import packed_in_turn
-from rayapp.order.shares import mixture, taken
-from rayapp.order.windows import windowed
+from rayapp.order.shares import mixture, shares_and_block, taken
+from rayapp.order.windows import packed_in_turn, windowed
 
 EMPTY = -1  # the row id of a position that holds no row
 SOURCE_ROWS = 10**12  # from the first row of a source to that of the next, in a mixture of windows
@@ -102,26 +100,52 @@ class Order:
             low = 0 if name == "num_steps" else 1  # a run of no steps only exports
             if not low <= getattr(self, name) <= high:
                 raise ValueError(outside(name, getattr(self, name), low, high))
+        for problem in self._problems():
+            raise ValueError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what does not fit together."""
+        sizes, total = self.sizes or (self.num_rows,), self.total_rows
         if self.rows_per_step % self.micro_batch:
-            raise ValueError(not_a_divisor(self.micro_batch, self.rows_per_step))
+            yield (
+                f"micro_batch={self.micro_batch} is illegal: rows_per_step={self.rows_per_step} "
+                "is not a multiple of it. Set one of its divisors"
+            )
         if self.weights:
-            check_mixture(self.sizes, self.weights, self.num_rows, self.total_rows)
-        sizes = self.sizes or (self.num_rows,)
-        check_windows(self.windows, self.follow, sizes, self.total_rows)
-        check_packings(self.packings, sizes, self.windows)
-        if self.total_rows is not None:
-            if self.total_rows < 1:
-                raise ValueError(
-                    f"total_rows={self.total_rows} is out of range: a run needs at least 1 row. "
-                    "Set epochs * num_rows, or None for a run that only num_steps ends"
+            shares_and_block(self.weights)
+            pairs = list(zip(sizes, self.weights, strict=False))
+            whole = len(sizes) == len(self.weights) and sum(sizes) == self.num_rows
+            if not whole or total is not None or any(weight and not n for n, weight in pairs):
+                yield (
+                    f"sizes={sizes} do not fit weights={self.weights}, num_rows={self.num_rows}, "
+                    f"total_rows={total}: each source has one of both, and rows if it has a "
+                    "share. Set sizes that sum to num_rows, and total_rows=None"
                 )
+        if self.windows and tuple(map(sum, self.windows)) != sizes:
+            yield (
+                f"windows={self.windows} are not those of {sizes} rows: each source has windows of "
+                "all its rows. Set windows that sum to them"
+            )
+        if self.more and (len(self.windows) != len(self.follow) or total is not None):
+            yield (
+                f"follow={self.follow} is in conflict with windows={self.windows}, total_rows="
+                f"{total}: each source has windows, and steps end the run. Set follow=()"
+            )
+        if self.packings and (sizes != (sum(self.packings),) or self.windows):
+            yield (
+                f"packings={self.packings} are not those of {sizes} rows with windows="
+                f"{self.windows}: one source without windows has them. Set packings that sum to it"
+            )
+        if total is not None:
             steps, rows = self.stages[-1] if self.stages else (0, 0)
-            most = steps + _ceil_div(self.total_rows - rows, self.rows_per_step)
-            if self.num_steps > most:
-                raise ValueError(
-                    f"num_steps={self.num_steps} is too many: total_rows={self.total_rows} at "
-                    f"rows_per_step={self.rows_per_step} last {most} steps. "
-                    f"Set num_steps={most} or fewer, or total_rows=None"
+            most = steps + _ceil_div(total - rows, self.rows_per_step)
+            if total < 1:
+                yield outside("total_rows", total, 1, None)
+            elif self.num_steps > most:
+                yield (
+                    f"num_steps={self.num_steps} is too many: total_rows={total} at rows_per_step="
+                    f"{self.rows_per_step} last {most} steps. Set num_steps={most} or fewer, or "
+                    "total_rows=None"
                 )
 
     @classmethod

@@ -6,6 +6,10 @@
 [0, 2, 1, 3, 4]
 >>> windowed([0, 1, 2, 3, 4], windows=[3, 2], seed=1).tolist()
 [2, 0, 1, 4, 3]
+>>> packed_in_turn([0, 1, 2, 3, 4], packings=[3, 2], seed=1, turn=0).tolist()  # epochs 0 and 1
+[0, 2, 1, 3, 4]
+>>> packed_in_turn([0, 1, 2, 3, 4], packings=[3, 2], seed=1, turn=1).tolist()  # epochs 2 and 3
+[0, 1, 2, 4, 3]
 
 A data set of n windows is cut into runs of n consecutive parts. Each window takes one part of each
 run, by a keyed permutation, so that its parts lie in all places of the data set. The parts of a
@@ -24,16 +28,20 @@ needs the size of the source, and so all of its windows. Rows of source j are nu
 j * 10^12 on, since the sizes of the sources before it may be unknown. So the rows of a step are a
 function of the seed, the weights and the sizes of the windows that its items lie in or come after:
 neither workers, nor kills, nor the time at which a window is ready are among its arguments.
+
+Packings are several ways in which the documents make rows. With n of them epoch e takes packing
+e mod n, in an order of its own: the permutation of its rows by seed and epoch. A turn is n epochs,
+one of each packing, so it has as many rows as all packings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from rayapp.order.bijection import Ints, outside, permute, round_keys
+from rayapp.order.bijection import Ints, outside, permutation, permute, round_keys
 
 
 def window_of(sizes: Sequence[int], window_size: int) -> Ints:
@@ -76,17 +84,36 @@ def windowed(places: npt.ArrayLike, windows: Sequence[int], seed: int) -> Ints:
     `windows` are the rows of each window in the order of the visits; rows are numbered in that
     order too. Windows that come after the last of the places may be left out.
     """
-    asked = np.asarray(places, np.int64)
-    ends = np.cumsum(np.asarray(windows, np.int64))
-    known = int(ends[-1]) if len(ends) else 0
+    asked, known = np.asarray(places, np.int64), sum(windows)
     if asked.size and not 0 <= asked.min() <= asked.max() < known:
         raise ValueError(outside("places", int(asked.max()), 0, known - 1))
-    rows = np.empty_like(asked)
-    window = np.searchsorted(ends, asked, side="right")
-    for number in np.unique(window).tolist():
-        here = window == number
-        size = windows[number]
-        first = int(ends[number]) - size
-        keys = round_keys("windows", seed, first)
-        rows[here] = first + permute(asked[here] - first, size, keys)
+
+    def shuffle(inside: Ints, number: int, first: int) -> Ints:
+        return permute(inside, windows[number], round_keys("windows", seed, first))
+
+    return _by_part(asked, windows, shuffle)
+
+
+def packed_in_turn(places: npt.ArrayLike, packings: Sequence[int], seed: int, turn: int) -> Ints:
+    """Return the row at each place of a turn: [n] -> [n].
+
+    `packings` are the rows of each packing, which are numbered one packing after another.
+    """
+
+    def shuffle(inside: Ints, number: int, first: int) -> Ints:
+        return permutation(inside, packings[number], seed, turn * len(packings) + number)
+
+    return _by_part(np.asarray(places, np.int64), packings, shuffle)
+
+
+def _by_part(places: Ints, sizes: Sequence[int], shuffle: Callable[[Ints, int, int], Ints]) -> Ints:
+    """Shuffle each part of [0, sum(sizes)) within itself: [n] -> [n].
+
+    `shuffle` gets places in a part, the part's number, and its first place.
+    """
+    ends, rows = np.cumsum(np.asarray(sizes, np.int64)), np.empty_like(places)
+    part = np.searchsorted(ends, places, side="right")
+    for number in np.unique(part).tolist():
+        here, first = part == number, int(ends[number]) - sizes[number]
+        rows[here] = first + shuffle(places[here] - first, number, first)
     return rows

@@ -142,6 +142,8 @@ def _text_changes(question: Question, fits: bool) -> Changes:
     yield from _micro_batches(layout.micro_batch)
     yield _whole(question)
     yield "train.compile=true", {"compiled": True}
+    for precision in ("bf16", "fp8"):
+        yield f"train.precision={precision}", {"precision": precision}
     if layout.optimizer == "adamw":
         yield "train.optimizer=adamw8bit", {"optimizer": "adamw8bit"}
     yield "parallel.cpu_offload=true", {"cpu_offload": True}

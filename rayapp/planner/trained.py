@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from rayapp.config import Config, ConfigError, Lora
 from rayapp.presets import PRESETS, config_of
-from rayapp.storage.inputs import open_input, read_json
+from rayapp.storage import open_input, read_json
 
 BYTES_TOKENS = 259
 """Tokens of the tokenizer `bytes`, and the minimum of a trained one: 256 bytes and 3 specials."""

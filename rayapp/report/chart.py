@@ -10,7 +10,7 @@ notebook and a model card.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import pairwise
@@ -85,7 +85,6 @@ class Chart:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
         columns = (
             self.points[line.points][name] for line in self.lines for name in line.y.values()
         )
@@ -225,15 +224,15 @@ def plain(values: Array) -> list[float | int | None]:
 WIDTH, HEIGHT = 420, 140
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 22, 18  # margins
 SVG_BUCKETS = 120
-DOTTED = 30  # points: up to so many are drawn as dots too
+DOTS_SHOWN = 30
 COLORS = ("#0072b2", "#d55e00")  # distinguishable by any colour vision (Okabe and Ito, 2008)
 
 
 def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
-    """Return curves over steps as an SVG with axes, whose tooltips tell values.
+    """Return curves over steps as an SVG with axes and dots, whose tooltips tell values.
 
-    `series` are steps and values by name. Few points are dots; of many, the smoothed means are a
-    line, with single steps faintly below it. Empty if no value is known.
+    `series` are steps and values by name. Of many points the smoothed means are a line, with single
+    steps faintly below it. Empty if no value is known.
     """
     known: dict[str, tuple[Array, Array]] = {}
     for name, (steps, values) in series.items():
@@ -250,11 +249,27 @@ def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
         y = HEIGHT - BOTTOM - (values - low) * (HEIGHT - TOP - BOTTOM) / ((high - low) or 1.0)
         return list(zip(x.tolist(), y.tolist(), strict=True))
 
-    parts = [
-        _curve(name, *known[name], color, placed)
-        for name, color in zip(series, COLORS, strict=False)
-        if name in known
-    ]
+    def line(places: list[tuple[float, float]], color: str, opacity: float) -> str:
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        style = f'fill="none" stroke="{color}" stroke-width="1.5" opacity="{opacity}"'
+        return f'<polyline {style} points="{points}"/>'
+
+    parts = []
+    for name, color in zip(series, COLORS, strict=False):
+        if name not in known:
+            continue
+        steps, values = known[name]
+        kept = thin([values], SVG_BUCKETS)
+        parts.append(line(placed(steps[kept], values[kept]), color, 0.3))
+        steps, values = means({"y": values}, {"x": steps}, SVG_BUCKETS).values()
+        places = placed(steps, values := smooth(values))
+        parts.append(line(places, color, 1.0))
+        shown = evenly(list(zip(steps, values, places, strict=True)), DOTS_SHOWN)
+        parts += (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}">'
+            f"<title>step {step:,.0f}: {escape(name)} {value:.5g}</title></circle>"
+            for step, value, (x, y) in shown
+        )
     texts = (
         (4, 13, "start", label),
         (LEFT - 4, TOP + 4, "end", words.amount(high)),
@@ -272,37 +287,3 @@ def svg(label: str, series: Mapping[str, tuple[Array, Array]]) -> str:
         f'font-family="sans-serif" aria-label="{escape(label)} from {low:.4g} to {high:.4g}">'
         f'<path d="{edge}" fill="none" stroke="currentColor" opacity=".4"/>{"".join(parts)}</svg>'
     )
-
-
-def _curve(
-    name: str,
-    steps: Array,
-    values: Array,
-    color: str,
-    placed: Callable[[Array, Array], list[tuple[float, float]]],
-) -> str:
-    """Return one curve, and what has its tooltips: dots, or unseen strips where it has many."""
-
-    def line(steps: Array, values: Array, opacity: float = 1.0) -> str:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed(steps, values))
-        style = f'fill="none" stroke="{color}" stroke-width="1.5" opacity="{opacity}"'
-        return f'<polyline {style} points="{points}"/>'
-
-    if few := len(values) <= DOTTED:
-        lines = line(steps, values)
-    else:
-        kept = thin([values], SVG_BUCKETS)
-        lines = line(steps[kept], values[kept], 0.3)
-        steps, values = means({"y": values}, {"x": steps}, SVG_BUCKETS).values()
-        lines += line(steps, values := smooth(values))
-    half = (WIDTH - LEFT) / len(values) / 2
-    tips = []
-    for step, value, (x, y) in zip(steps, values, placed(steps, values), strict=True):
-        tip = f"<title>step {step:,.0f}: {escape(name)} {value:.5g}</title>"
-        tips.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}">{tip}</circle>'
-            if few
-            else f'<rect x="{x - half:.1f}" y="{TOP}" width="{2 * half:.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}" fill="transparent">{tip}</rect>'
-        )
-    return lines + "".join(tips)

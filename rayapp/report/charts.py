@@ -14,7 +14,7 @@ import numpy as np
 
 from rayapp.config.fields import IMAGES
 from rayapp.observe import words
-from rayapp.observe.columns import Array
+from rayapp.observe.columns import OF_A_STEP, Array
 from rayapp.observe.figures import label
 from rayapp.observe.metrics import FIELDS
 from rayapp.observe.records import band_of
@@ -41,11 +41,6 @@ from rayapp.report.folder import ReportedRun
 LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
 PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
 TOPS = ("eval_top1", "eval_top5")
-STALLS = {
-    "data wait": "data_wait_s",
-    "checkpoint stall": "checkpoint_stall_s",
-    "evaluation": "eval_s",
-}
 
 
 def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
@@ -63,11 +58,15 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
             id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
             charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
+    unit = runs[0].unit
+    each_s = f"{unit.many}/s"
+    throughput = _overlaid(runs, "throughput", "Throughput", unit.per_s, each_s, zero=True)
+    throughput.marks.extend(_planned(runs[0], unit.per_s) if alone else [])
     charts += [
         _overlaid(runs, "own-loss", f"train.loss, {losses}", "own_loss"),
         *(_overlaid(runs, f"figure-{name}", name, name) for name in own),
         *([_step_time(runs[0])] if alone else []),
-        _throughput(runs),
+        throughput,
         _memory(runs[0]) if alone else memory,
         _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
         _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
@@ -88,7 +87,6 @@ def _across(run: ReportedRun) -> dict[str, Array]:
 
 
 def _points(run: ReportedRun, columns: Mapping[str, Array], buckets: int = BUCKETS) -> Points:
-    """Return the points to draw of some columns."""
     kept = thin(list(columns.values()), buckets)
     return {name: plain(values[kept]) for name, values in {**_across(run), **columns}.items()}
 
@@ -187,7 +185,7 @@ def _held(
     every, lines, alone, own = {}, [], len(runs) == 1, "value" in columns
     for at in places:
         run = runs[at]
-        values = {name: run.held_values(columns[name] if own else name, own) for name in columns}
+        values = {name: run.held_values(columns[name] if own else name) for name in columns}
         every[f"{at}"] = _held_points(run, values)
         for number, (name, what) in enumerate(columns.items()):
             parts = [*([] if alone else [run.name]), *([] if own else [what])]
@@ -233,14 +231,6 @@ def _loss_note(run: ReportedRun) -> str:
     return " ".join(parts)
 
 
-def _throughput(runs: Sequence[ReportedRun]) -> Chart:
-    unit = runs[0].unit
-    chart = _overlaid(runs, "throughput", "Throughput", unit.per_s, f"{unit.many}/s", zero=True)
-    if len(runs) == 1:
-        chart.marks.extend(_planned(runs[0], unit.per_s))
-    return chart
-
-
 def _memory(run: ReportedRun) -> Chart:
     marks = _planned(run, "peak_gib")
     if capacity := run.plan.get("capacity_gib"):
@@ -256,7 +246,10 @@ def _memory(run: ReportedRun) -> Chart:
 
 def _step_time(run: ReportedRun) -> Chart:
     """Return the chart of a step's parts, stacked: each second of a step is in one of them."""
-    stalls = {name: np.nan_to_num(run.columns[column]) for name, column in STALLS.items()}
+    stalls = {
+        name.replace("_", " "): np.nan_to_num(run.columns[column])
+        for name, column in OF_A_STEP.items()
+    }
     whole = np.nan_to_num(run.columns["step_s"])
     rest = np.maximum(whole - sum(stalls.values(), np.zeros_like(whole)), 0.0)
     columns = {"computing": rest, **stalls}

@@ -6,7 +6,7 @@ run.status, run.columns["loss"], run.account
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -14,18 +14,15 @@ from typing import Any, cast
 import numpy as np
 
 from rayapp.config.fields import IMAGES, TOKENS, Unit
-from rayapp.config.text import flatten
-from rayapp.data.report import Counts, DataReport
+from rayapp.data.report import DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
 from rayapp.observe.columns import Array, Columns
 from rayapp.observe.goodput import STARTED, Account, read_events, with_ends
-from rayapp.observe.metrics import FIELDS, figure, last, own_figures
+from rayapp.observe.metrics import FIELDS, figure, held_out_figure, last, own_figures
 from rayapp.observe.records import Evaluated, Event, EventFields, Plan, RunResult, Sections
 from rayapp.observe.run_folder import CONFIG, PLAN, DamagedFile
-from rayapp.report import evaluations
 from rayapp.report.chart import window_of
-from rayapp.report.evaluations import SourceFigures
 from rayapp.storage import Storage
 
 TEXTS = ("batch_digest", "eval_samples", "lagging")  # fields of a line that are no numbers
@@ -35,11 +32,9 @@ NAMES = tuple(
     if name not in TEXTS and shown.tag in ("", "rank")  # not of several figures
 )
 # What a page shows of the data.
-OF_IMAGES = ("images.train", "images.eval", "class_counts", "classes", "bytes", "duplicates")
-OF_TEXT = (
-    *(f"{split}.{name}" for split in ("train", "eval") for name in Counts.__annotations__),
-    *("fill", "loss_share", "duplicates", "bad"),
-)
+OF_IMAGES = ("images", "class_counts", "classes", "bytes", "duplicates")
+OF_TEXT = ("train", "eval", "fill", "loss_share", "duplicates", "bad")
+BY_SOURCE = ("tokens_by_source", "loss_by_source")
 WARM_UP_SHARE = 0.1  # this share of the steps, the first, is left out of mean rates
 
 
@@ -68,9 +63,7 @@ class ReportedRun:
     columns: dict[str, Array]
     """metrics.jsonl by field: [steps], NaN where a line lacks the field."""
     held: list[Evaluated]
-    """In order of step."""
-    sources: dict[str, SourceFigures] = field(default_factory=dict)
-    """By path, of a mixture of several."""
+    """In order of step; result.json counts before metrics.jsonl, that before validation.jsonl."""
 
     @property
     def num_lines(self) -> int:
@@ -100,8 +93,12 @@ class ReportedRun:
     @property
     def started(self) -> EventFields:
         """The newest event of a start with its command; empty if there is none."""
-        starts = (e for e in reversed(self.events) if e["event"] == STARTED and e.get("command"))
-        return next(starts, cast(EventFields, {}))
+        return self.newest(STARTED, "command")
+
+    def newest(self, event: str, field: str) -> EventFields:
+        """The newest of such events that has this field; empty if there is none."""
+        every = (e for e in reversed(self.events) if e["event"] == event)
+        return next((e for e in every if cast(Any, e).get(field)), cast(EventFields, {}))
 
     @cached_property
     def pauses(self) -> list[tuple[float, float]]:
@@ -152,13 +149,12 @@ class ReportedRun:
         return float((values * self.busy_s)[known].sum()) / weight if weight > 0 else None
 
     def last(self, name: str) -> float | None:
-        """Return a field of the last step; None if it has none."""
         return _known(np.mean, self.columns[name][-1:])
 
     @property
     def num_recent(self) -> int:
         """Number of steps that are recent: 2 % of the run, but 10 at least."""
-        return _num_recent(self.num_lines)
+        return min(self.num_lines, max(10, window_of(self.num_lines)))
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a field over the last steps; None if none of them has it."""
@@ -168,13 +164,11 @@ class ReportedRun:
         """Return a field's highest value; None if no step has it."""
         return _known(np.max, self.columns[name])
 
-    def held_values(self, name: str, own: bool = False) -> Array:
-        """Return a figure of all evaluations, with `own` one of eval.metrics; NaN: not known."""
-        lines = ((line.get("eval_metrics") or {}) if own else line for line in self.held)
-        return np.array([figure(line, name) for line in lines], np.float64)
+    def held_values(self, name: str) -> Array:
+        """Return a figure of all evaluations, or one of eval.metrics; NaN: not known."""
+        return np.array([held_out_figure(line, name) for line in self.held], np.float64)
 
     def held_last(self, name: str) -> float | None:
-        """Return a figure of the last evaluation."""
         return figure(self.held[-1], name) if self.held else None
 
 
@@ -187,12 +181,16 @@ def read(storage: Storage) -> ReportedRun:
         StorageError: it cannot be read.
     """
     own = own_figures(last(storage) or {})
-    steps = Columns.read(storage, tuple(dict.fromkeys((*NAMES, *own))))
-    columns = steps.columns()
+    task, config = _sections(storage)
+    parts = [
+        f"{name}/{path}"
+        for path in config.get("data", {}).get("mixture") or ()
+        for name in BY_SOURCE
+    ]
+    steps = Columns.read(storage, tuple(dict.fromkeys((*NAMES, *own, *parts))))
     now = statuses.read(storage, steps)
     events = read_events(storage)
     result = statuses.read_result(storage)
-    task, config = _sections(storage)
     status, reason = now.status, now.reason
     if not events and not now.live and result:  # events.jsonl was damaged, and deleted
         status, reason = result["status"], result.get("reason")
@@ -201,7 +199,9 @@ def read(storage: Storage) -> ReportedRun:
     account = now.account
     if not account.wall_s:  # nothing is known of its time
         account = replace(account, goodput={}, cost_usd=None)
-    held, sources = evaluations.read(storage, columns, config, current, _num_recent(len(steps)))
+    at_end: Any = [{**current, "step": current["steps"]}] if "steps" in current else []
+    held: list[Any] = [*statuses.read_validations(storage), *steps.held, *at_end]
+    by_step = {line["step"]: line for line in held if line.get("eval_loss") is not None}
     return ReportedRun(
         name=str(config.get("run", {}).get("name") or storage.url.rstrip("/").rpartition("/")[2]),
         url=storage.url,
@@ -217,9 +217,8 @@ def read(storage: Storage) -> ReportedRun:
         events=events,
         account=account,
         steps=steps,
-        columns=columns,
-        held=held,
-        sources=sources,
+        columns={name: steps[name] for name in (*NAMES, *own)},
+        held=[by_step[step] for step in sorted(by_step)],
     )
 
 
@@ -227,10 +226,6 @@ def _known(function: Any, values: Array) -> float | None:
     """Return a function of the values that are known; None if there are none."""
     known = values[~np.isnan(values)]
     return float(function(known)) if len(known) else None
-
-
-def _num_recent(num_lines: int) -> int:
-    return min(num_lines, max(10, window_of(num_lines)))
 
 
 def _sections(storage: Storage) -> tuple[str | None, Sections]:
@@ -252,8 +247,7 @@ def _plan(storage: Storage) -> Plan:
     plan = statuses.read_plan(storage)
     data = plan.get("data") or DataReport()
     for part in (data, *data.get("sources", {}).values()) if data else ():
-        names = flatten(dict(part)).keys()
         for wanted in OF_IMAGES if "images" in data else OF_TEXT:
-            if not any(f"{name}.".startswith(f"{wanted}.") for name in names):
+            if wanted not in part:
                 raise DamagedFile(f"{storage.url}/{PLAN}", f"its data is without {wanted}")
     return plan

@@ -33,8 +33,7 @@ from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import MODEL, RUN_ID
 from rayapp.report.card import ADAPTER, CARD, CURVE, HUB_ID, MADE, card, curve, front_of
 from rayapp.report.folder import ReportedRun, read
-from rayapp.storage import Storage, StorageError
-from rayapp.storage.inputs import local_copy, open_input, read_json
+from rayapp.storage import Storage, StorageError, local_copy, open_input, read_json
 
 RUN = "rayapp_run"  # in the card's metadata: the id of the run
 NAMES = ("base_model_name_or_path", "_name_or_path", "name_or_path")  # fields of JSON files

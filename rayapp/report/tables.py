@@ -6,9 +6,11 @@ headline(run)[0]                # Tile("Held-out loss", "3.2014", "nats per toke
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
+
+import numpy as np
 
 from rayapp.config.fields import IMAGES
 from rayapp.config.lora import method
@@ -16,10 +18,14 @@ from rayapp.data.report import DataReport
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
 from rayapp.observe.goodput import ENDED, WORKERS
-from rayapp.observe.records import EventFields
+from rayapp.observe.records import Evaluated, EventFields
 from rayapp.observe.run_folder import CONFIG
 from rayapp.observe.words import BARS, UNKNOWN
-from rayapp.report.folder import ReportedRun
+from rayapp.report.chart import evenly
+from rayapp.report.folder import BY_SOURCE, ReportedRun
+
+MOST_ROWS = 12  # of the table of answers
+MOST_OF_PROMPT = 160  # characters
 
 
 @dataclass(frozen=True)
@@ -121,13 +127,7 @@ def _instance(run: ReportedRun) -> str | None:
     named = run.config.get("cluster", {}).get("instance")
     if isinstance(named, str):
         return named
-    return _workers(run).get("instance") or (", ".join(named) if named else None)
-
-
-def _workers(run: ReportedRun) -> EventFields:
-    """Return the newest event of workers that were started; empty if there is none."""
-    every = (event for event in reversed(run.events) if event["event"] == WORKERS)
-    return next(every, cast(EventFields, {}))
+    return run.newest(WORKERS, "event").get("instance") or (", ".join(named) if named else None)
 
 
 def environment(run: ReportedRun) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ def environment(run: ReportedRun) -> list[tuple[str, str]]:
         ("folder", run.url),
         *run.versions.items(),
         ("instance", _instance(run) or UNKNOWN),
-        ("nodes", words.number(_workers(run).get("nodes"), 12)),
+        ("nodes", words.number(run.newest(WORKERS, "event").get("nodes"), 12)),
         ("workers", text("workers", run.last("workers"))),
         ("attempts", words.number(run.last("attempt"), 12)),
         ("price", UNKNOWN if rate is None else f"{words.dollars(rate)} per hour"),
@@ -210,7 +210,7 @@ def data_facts(run: ReportedRun) -> list[Tile]:
         counts, every = data["images"], list(data["class_counts"].values()) or [0]
         each = f"{min(every):,} to {max(every):,} images each"
         return [
-            Tile("Images", amount(counts["train"]), f"{counts['eval']:,} held out"),
+            Tile("Images", amount(counts.get("train")), f"{counts.get('eval', 0):,} held out"),
             Tile("Classes", f"{data['classes']:,}", each),
             Tile("Bytes", amount(data["bytes"]), "of all images"),
             epochs,
@@ -251,9 +251,15 @@ def confusions(run: ReportedRun) -> list[list[str]]:
 def sources(run: ReportedRun) -> list[list[str]]:
     """Return the parts of a mixture: how much there is, was trained on, and their losses."""
     mixture = run.config.get("data", {}).get("mixture") or {}
-    rows = []
+    kept, rows = run.columns["skipped"] != 1, []
     for path, part in run.plan.get("data", {}).get("sources", {}).items():
-        own, whole = run.sources.get(path), sum(mixture.values())
+        whole = sum(mixture.values())
+        tokens, losses = (
+            run.steps[f"{name}/{path}"] if path in mixture else np.array([]) for name in BY_SOURCE
+        )
+        recent = np.flatnonzero(~np.isnan(losses))[-run.num_recent :]
+        summed = tokens[recent].sum()
+        held = [each for line in run.held if (each := line.get("eval_loss_by_source"))]
         rows.append(
             [
                 path,
@@ -262,9 +268,9 @@ def sources(run: ReportedRun) -> list[list[str]]:
                 words.amount(part["train"]["tokens"]),
                 words.share(part["fill"]),
                 f"{sum(part['bad'].values()):,}",
-                words.amount(own.tokens if own else None),
-                text("loss", own.loss if own else None),
-                text("loss", own.held_out if own else None),
+                words.amount(float(np.nansum(tokens[kept])) if len(tokens) else None),
+                text("loss", float((losses * tokens)[recent].sum() / summed) if summed else None),
+                text("loss", held[-1].get(path) if held else None),
             ]
         )
     return rows
@@ -290,3 +296,33 @@ def expert_row(layer: int, tokens: list[int]) -> list[str]:
         f"{tokens.count(0)} of {len(tokens)}",
         "".join(BARS[(8 * count - 1) // most] if count else " " for count in tokens),
     ]
+
+
+# ---- Answers to eval.prompts ------------------------------------------------------------------
+
+
+def head_of_answers(held: Sequence[Evaluated]) -> list[str]:
+    """Return the head of the table of answers: the step, and each prompt; empty without answers."""
+    prompts = (
+        prompt if len(prompt) <= MOST_OF_PROMPT else f"{prompt[:MOST_OF_PROMPT]}…"
+        for prompt in _prompts(held)
+    )
+    return ["step", *prompts] if _prompts(held) else []
+
+
+def answers(held: Sequence[Evaluated]) -> list[list[str]]:
+    """Return a row for each of at most MOST_ROWS evaluations: its step, and each prompt's answer.
+
+    Of more, the first, the last and others evenly between them are taken.
+    """
+    prompts, rows = _prompts(held), []
+    for line in evenly([each for each in held if each.get("eval_samples")], MOST_ROWS):
+        said = dict(line["eval_samples"])
+        rows.append([f"{line['step']:,}", *(said.get(prompt, "").rstrip() for prompt in prompts)])
+    return rows
+
+
+def _prompts(held: Sequence[Evaluated]) -> list[str]:
+    return list(
+        dict.fromkeys(prompt for each in held for prompt, _ in each.get("eval_samples") or ())
+    )

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from rayapp.observe import words
 from rayapp.observe.figures import label, text
-from rayapp.observe.goodput import ENDED, INTERRUPTED, PHASE, RESUMED, STARTED, WORKERS
+from rayapp.observe.goodput import END, PHASE, RECOVERY, START, TRAIN, WAITING, with_ends
+from rayapp.observe.goodput import spans as spans_of
 from rayapp.observe.records import band_of
 from rayapp.observe.run_folder import DONE
 from rayapp.report.folder import ReportedRun
 from rayapp.report.tables import TableBar
 
-START, TRAIN, RECOVERY, END = "start", "train", "recovery", "end"
 KINDS = {
     START: "start: cluster, data, model",
+    WAITING: "waiting for room",
     TRAIN: "training",
     RECOVERY: "recovery",
     END: "evaluation, samples, export",
@@ -55,39 +56,14 @@ class RunSpan:
 
 def spans(run: ReportedRun) -> list[RunSpan]:
     """Return a run's spans in order; none without events."""
-    if not run.events:
-        return []
-    found: list[RunSpan] = []
-    kind, since, workers = START, run.events[0]["time"], 0
-
-    def until(time: float, following: str, rest: float | None = None) -> None:
-        nonlocal kind, since
-        start, end = (float(each) for each in run.active_s([since, time]))
-        if end > start:
+    found = []
+    for command, until in with_ends(run.events, run.columns["time"], None):
+        for kind, start, end, workers in spans_of(command, until, run.columns["time"]):
+            start_s, end_s = (float(each) for each in run.active_s([start, end]))
             on = f" on {workers} workers" if kind == TRAIN and workers else ""
-            what = f"{KINDS[kind]}{on}, {words.duration(end - start)}{_phases(run, since, time)}"
-            found.append(RunSpan(kind, start, end, what))
-        kind, since = following, time if rest is None else rest
-
-    for event in run.events:
-        name = event["event"]
-        if name == STARTED:
-            if event is not run.events[0]:
-                until(_last_sign(run, since, event["time"]), START, event["time"])
-            workers = 0
-        elif name == WORKERS:
-            workers = event.get("workers", 0)
-        elif name == RESUMED:
-            until(max(since, event["time"] - event["first_step_s"]), TRAIN)
-        elif name == INTERRUPTED and kind == TRAIN:
-            until(event["trained_until"] or event["time"], RECOVERY)
-        elif name == ENDED:
-            if kind == TRAIN:
-                until(_last_sign(run, since, event["time"]), END)
-            until(event["time"], END)
-    if run.events[-1]["event"] != ENDED:
-        last = float(run.columns["time"][-1]) if run.num_lines else since
-        until(max(last, run.events[-1]["time"]), END)
+            took = words.duration(end_s - start_s)
+            what = f"{KINDS[kind]}{on}, {took}{_phases(run, start, end)}"
+            found.append(RunSpan(kind, start_s, end_s, what))
     return found
 
 
@@ -102,13 +78,6 @@ def moments(run: ReportedRun) -> list[RunSpan]:
         at_s = float(run.active_s(start))
         found.append(RunSpan("pause", at_s, at_s, idle))
     return sorted(found, key=lambda one: one.start_s)
-
-
-def _last_sign(run: ReportedRun, since: float, before: float) -> float:
-    """Return the time of the last step after `since` and up to `before`, else `since`."""
-    times = run.columns["time"]
-    inside = times[(times > since) & (times <= before)]
-    return float(inside[-1]) if len(inside) else since
 
 
 def _phases(run: ReportedRun, since: float, until: float) -> str:

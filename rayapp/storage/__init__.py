@@ -15,9 +15,15 @@ AWS variables. Reading an absent file raises FileNotFoundError, every other fail
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import tempfile
 import urllib.parse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 from rayapp.storage.base import READ_BLOCK, Entry, Readable, Storage, StorageError
 from rayapp.storage.local import LocalStorage
@@ -25,15 +31,21 @@ from rayapp.storage.s3 import S3Storage
 from rayapp.storage.s3_writer import MIN_PART_BYTES, part_bytes
 
 __all__ = [
+    "COPY_BYTES",
     "MIN_PART_BYTES",
     "READ_BLOCK",
     "Entry",
     "Readable",
     "Storage",
     "StorageError",
+    "local_copy",
+    "open_input",
     "open_storage",
     "part_bytes",
+    "read_json",
 ]
+
+COPY_BYTES = 8 * 2**20
 
 
 def open_storage(url: str) -> Storage:
@@ -57,3 +69,48 @@ def open_storage(url: str) -> Storage:
         return S3Storage(f"s3://{bucket}").child(prefix.strip("/"))
     except ValueError as error:
         raise StorageError("open", url, str(error), "Correct the prefix") from None
+
+
+def open_input(url: str) -> Readable:
+    """Open what a run does not write: data, models, tokenizers; see `open_storage`.
+
+    Links to files are listed as files, as the cache of a hub has them.
+
+    Raises: StorageError if the URL is of another kind or malformed.
+    """
+    storage = open_storage(url)
+    if isinstance(storage, LocalStorage):
+        storage.links = True
+    return storage
+
+
+def read_json(folder: Readable, name: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if there is no such file.
+
+    Raises: ValueError if it holds something else.
+    """
+    try:
+        values = json.loads(folder.read(name))
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name} in {folder.url} is not valid JSON: {error}. Copy it anew"
+        ) from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} in {folder.url} is not a JSON object. Copy it anew")
+    return values
+
+
+def local_copy(folder: Readable, stack: ExitStack) -> str:
+    """Return a path on this machine's disk: the folder itself, or a temporary copy of it."""
+    path = folder.local_path("")
+    if path is not None:
+        return path
+    copy = stack.enter_context(tempfile.TemporaryDirectory())
+    for entry in folder.list():
+        target = Path(copy, entry.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with folder.open_read(entry.name) as source, open(target, "wb") as out:
+            shutil.copyfileobj(source, out, COPY_BYTES)
+    return copy

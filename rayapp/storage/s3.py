@@ -26,7 +26,6 @@ T = TypeVar("T")
 Keys: TypeAlias = list[dict[str, str]]
 
 page_keys = 1000  # most keys in a page of a listing and in a deletion
-DIGESTS = ("ChecksumCRC32", "ChecksumSHA1", "ChecksumSHA256")  # botocore always verifies them
 
 
 class S3Storage(Storage):
@@ -61,31 +60,10 @@ class S3Storage(Storage):
             )
             if etag not in (None, answer["ETag"]):
                 raise changed(self._url(name))
-            data = cast(bytes, answer["Body"].read())
-            most = None if length is None else offset + length
-            self._check_whole(name, offset + len(data), most, answer, client)
-            return data
+            return cast(bytes, answer["Body"].read())
 
         data = self._call("read", name, get, {"InvalidRange": b""})  # begins at or past the end
         return cut(self._url(name), data, length)
-
-    def _check_whole(
-        self, name: str, end: int, most: int | None, answer: Answer, client: Any
-    ) -> None:
-        """Raise ConnectionError if a read up to byte `most` stopped short, so that it is retried.
-
-        `end` is compared with the object's size, unless botocore has verified a checksum. A proxy
-        may truncate an answer and adapt its headers. Without `most` the read was to the end.
-        """
-        if "ContentRange" in answer:
-            size = int(answer["ContentRange"].rpartition("/")[2])
-        elif any("-" not in answer.get(digest, "-") for digest in DIGESTS):  # botocore verified it
-            return
-        else:
-            info = head(self._key(name), client)
-            size = info["ContentLength"] if info["ETag"] == answer["ETag"] else end
-        if end != (size if most is None else min(size, most)):
-            raise ConnectionError(f"the answer ends at byte {end} of {size}")
 
     @contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:

@@ -6,18 +6,20 @@ A classifier is evaluated by its loss, top-1, top-5, each class, and the classes
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rayapp import model
 from rayapp.config.fields import IMAGES
+from rayapp.data.images.augment import centred
 from rayapp.data.images.batches import StepImages, held_out_batches
 from rayapp.model.classifier import (
     Classifier,
@@ -29,27 +31,25 @@ from rayapp.model.classifier import (
 )
 from rayapp.model.moving_averages import Average, Settling, batch_norms, discard, use_batch_norm
 from rayapp.observe.metrics import HeldOut, MetricsLine, line_of
-from rayapp.observe.records import Classes, FinalFigures
+from rayapp.observe.records import Classes, ExportCheck, FinalFigures
 from rayapp.observe.run_folder import MODEL
 from rayapp.order import StepCounts
-from rayapp.storage import Storage
+from rayapp.storage import Storage, local_copy
 from rayapp.train import loop
 from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.engine import Engine
+from rayapp.train.export_check import compared, from_rank_zero, wrong_export
 from rayapp.train.optimizer import make_optimizers
 from rayapp.train.spec import ImageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.trainer_interface import Trainer, peak_flops
-from rayapp.vision.classifier_export import check_export
 
 CONFUSIONS = 20  # pairs of classes that are listed
 TOP = 5
-
-
-def build(spec: ImageSpec, device: torch.device) -> ImageTrainer:
-    """Build the model, distribute it over ranks, fill its weights and make the optimizer."""
-    return ImageTrainer(spec, device)
+CHECKED_IMAGES = 4  # of an export
+# Largest difference of the logits, as a share of their norm; bf16 keeps 8 bits of a number.
+TOLERANCE = {False: 1e-3, True: 5e-2}
 
 
 class ImageTrainer(Trainer):
@@ -78,19 +78,15 @@ class ImageTrainer(Trainer):
         self.classifier.register_forward_hook(self._forwarded)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.classifier)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the number of images of so many steps."""
         return {"images": step * self.spec.order.rows_per_step}
 
     def tensors(self) -> Tensors:
-        """Return the moving average of the weights, if there is one."""
         return {"average": self.average.tensors} if self.average else {}
 
     def engine(self, control: Any) -> Engine:
-        """Return the loop's engine for a classifier."""
         batch_norm = self.spec.config.parallel
         engine = self.common_engine(
             control,
@@ -166,6 +162,9 @@ class ImageTrainer(Trainer):
         self._settling.finish()
         if self.average is not None:
             self.average.update()
+
+
+build = ImageTrainer  # which fills the weights too
 
 
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
@@ -273,3 +272,48 @@ def evaluate(engine: Engine, batches: Iterable[StepImages], classes: int) -> Sco
     sums = loop.evaluate(engine, batches, measure)
     dist.all_reduce(confusion, group=engine.control)
     return Scores(sums["loss"], round(sums["top5"]), confusion)
+
+
+@torch.no_grad()
+def check_export(
+    spec: ImageSpec, classifier: Classifier, folder: Storage, device: torch.device, control: Any
+) -> ExportCheck:
+    """Compare the exported folder with the model that the ranks hold; all ranks call it.
+
+    Rank 0 opens the folder and its image processor on its CPUs, and compares the logits.
+
+    Raises:
+        WrongExport: on all ranks: it does not open, or is another model.
+        RuntimeError: on all ranks: the storage has failed.
+    """
+    rows, look = spec.data.rows("train"), spec.config.data
+    files = rows.read(range(min(CHECKED_IMAGES, len(rows))))
+    images = np.stack([centred(data, look, rows.as_stored) for data in files])
+    pixels = torch.from_numpy(images).to(device)
+    labels = torch.zeros(len(images), dtype=torch.int64, device=device)
+    classifier.eval()
+    try:
+        trained = classifier(pixels, labels, labels, labels.float())[2].float().cpu()
+    finally:
+        classifier.train()
+    tolerance = TOLERANCE[classifier.mixed]
+    return from_rank_zero(folder, control, lambda: _compared(folder, images, trained, tolerance))
+
+
+def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -> ExportCheck:
+    import transformers
+
+    with ExitStack() as stack:
+        path = local_copy(folder, stack)
+        hf, report = transformers.AutoModelForImageClassification.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        )
+        processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+    if names := [*report["missing_keys"], *report["mismatched_keys"]]:
+        raise wrong_export(folder, f"is not the model that was trained: it lacks {names[0]}")
+    # They are cropped already.
+    inputs = processor(
+        images=list(images), do_resize=False, do_center_crop=False, return_tensors="pt"
+    )
+    logits = hf.eval()(**inputs).logits
+    return compared(folder, logits, trained, len(images), "images", tolerance)

@@ -33,8 +33,8 @@ class Faults(http.server.ThreadingHTTPServer):
 
     slow: answer 503 SlowDown. reset: drop the connection unanswered. cut: drop it in the middle
     of the answer. lose: let the server act, then drop it. denied, skewed, expired: answer so. page:
-    answer 200 with a log-in page. short: answer half of it, as if that were all. blind: forward it
-    without its conditions. stall: wait STALL_S seconds first.
+    answer 200 with a log-in page. blind: forward it without its conditions. stall: wait STALL_S
+    seconds first.
     """
 
     daemon_threads = True
@@ -181,9 +181,6 @@ class FaultsHandler(http.server.BaseHTTPRequestHandler):
         if fault == "lose":
             return self.drop()
         headers = {k: v for k, v in answer.getheaders() if k.lower() not in HOP_HEADERS}
-        if fault == "short":
-            content = content[: len(content) // 2]
-            headers = {k: v for k, v in headers.items() if "checksum" not in k.lower()}
         if self.command == "HEAD":
             headers["Content-Length"] = answer.headers["Content-Length"] or "0"
         return self.answer(answer.status, headers, content, cut=fault == "cut")

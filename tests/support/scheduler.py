@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayapp.observe.clock import Clock, Flag
+from rayapp.observe.clock import Clock
 
 
 class Killed(BaseException):
@@ -172,7 +172,7 @@ class SimulatedClock(Clock):
     def sleep(self, seconds: float) -> None:
         self.scheduler.pause(seconds)
 
-    def event(self) -> Flag:
+    def event(self) -> Any:
         return SimulatedEvent(self.scheduler)
 
     def thread(self, target: Callable[[], Any], name: str) -> None:

@@ -355,7 +355,7 @@ class World:
                 command = Command(fenced, lease, stop, Journal(fenced), clock)
                 with command.journal.command(self.config, clock.time()):
                     spec: Any = Spec(self.config, self.order)
-                    workers = SimulatedWorkers(self, process, clock)
+                    workers: Any = SimulatedWorkers(self, process, clock)
                     quiet = Console(quiet=True)
                     summary = fit(command, spec, workers, quiet, lambda spec, ended: None)
                     command.journal.ended(summary["status"], {})

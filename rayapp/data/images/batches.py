@@ -54,11 +54,9 @@ class StepImages:
         return StepCounts(weight=images, images=images)
 
     def digest(self) -> int:
-        """Return the sum of the images' digests."""
         return sum(self.digests.ravel().tolist())
 
     def weight(self, i: int, j: int) -> int:
-        """Return the divisor of one image's loss: 1."""
         return 1
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
@@ -168,7 +166,10 @@ def stream(
         for name, column in columns.items():
             column[:] = getattr(batch, name).ravel()
 
-    fields = _fields(look.size)
+    numbers = {"labels": np.int32, "others": np.int32, "shares": np.float32}
+    numbers |= {"digests": np.uint64, "rows": np.int64}
+    fields: Fields = {name: ((), dtype) for name, dtype in numbers.items()}
+    fields = {"images": ((look.size, look.size, 3), np.uint8), **fields}
     store = ray.cluster_resources().get("object_store_memory", math.inf)
     block_bytes = int(min(BLOCK_BYTES, store * STORE_SHARE))
     row_bytes = 3 * look.size**2
@@ -179,17 +180,5 @@ def steps(shard: Shard, micro_batch: int, num_micro_batches: int) -> Iterator[St
     """Yield this rank's steps from its part of the stream."""
     from rayapp.data.stream import parts
 
-    for step, arrays in parts(shard, _fields(0), micro_batch, num_micro_batches):
+    for step, arrays, _ in parts(shard, micro_batch, num_micro_batches):
         yield StepImages(step, **arrays)
-
-
-def _fields(size: int) -> Fields:
-    """Return the shape and dtype of each column of a block."""
-    return {
-        "images": ((size, size, 3), np.uint8),
-        "labels": ((), np.int32),
-        "others": ((), np.int32),
-        "shares": ((), np.float32),
-        "digests": ((), np.uint64),
-        "rows": ((), np.int64),
-    }

@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, cast
 from rayapp.data.images import augment
 from rayapp.data.sources import DataFile, DataSource, SourceError
 from rayapp.data.sources.cutting import runs
-from rayapp.storage import Readable, StorageError
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Readable, StorageError, open_input
 
 UNIT_BYTES = 16 * 2**20
 MAX_UNITS = 4096

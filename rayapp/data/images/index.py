@@ -23,15 +23,13 @@ from xxhash import xxh3_64_intdigest
 
 from rayapp.data import FOLDER
 from rayapp.data.images.image_sources import ImageSource
+from rayapp.data.prepared import MANIFEST
 from rayapp.data.report import DataReport
 from rayapp.order import fingerprint
-from rayapp.storage import Readable, Storage, StorageError, open_storage
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Readable, Storage, StorageError, open_input, open_storage
 
 VERSION = 3  # version of the index and of how its images are decoded; part of the fingerprint
-SPLITS = ("train", "eval")
 READERS, READERS_OF_DISKS = 16, 4  # images read at once; more threads cost more than they read
-MANIFEST = "manifest.json"
 TRAIN_ROOT, EVAL_ROOT, OWN_ROOT = 0, 1, 2
 NAMES = ["root", "name_at", "name_size", "offset", "size", "label", "digest"]
 RECORD = np.dtype({"names": NAMES, "formats": ["u1", "<u8", "<u4", "<i8", "<i8", "<i4", "<u8"]})
@@ -95,7 +93,6 @@ class Images:
 
     @property
     def held_out(self) -> int:
-        """Number of held-out images."""
         return self.counts["eval"]
 
     @property

@@ -23,11 +23,9 @@ import numpy as np
 from rayapp.data.images import image_sources
 from rayapp.data.images.index import (
     EVAL_ROOT,
-    MANIFEST,
     OWN_ROOT,
     READERS,
     RECORD,
-    SPLITS,
     TRAIN_ROOT,
     ImageRecipe,
     Images,
@@ -37,7 +35,7 @@ from rayapp.data.images.index import (
     packed,
     unpacked,
 )
-from rayapp.data.prepared import MAX_EXAMPLES
+from rayapp.data.prepared import MANIFEST, MAX_EXAMPLES, SPLITS
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.sources import DataFile, SourceError
 from rayapp.storage import Storage, open_storage
@@ -235,5 +233,4 @@ def _joined(
 
 
 def _name(kind: str, number: int, ending: str) -> str:
-    """Return the name of a unit's file."""
     return f"{kind}-{number:05d}.{ending}"

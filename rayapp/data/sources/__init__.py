@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from rayapp.data.sources.cutting import units, windows
 from rayapp.data.sources.finding import find
-from rayapp.data.sources.json_lines import LongText
-from rayapp.data.sources.own import RecordReader, is_own
 from rayapp.data.sources.parts import (
     Block,
     DataFile,
@@ -30,10 +28,12 @@ from rayapp.data.sources.parts import (
     printable,
 )
 from rayapp.data.sources.pieces import (
+    RecordReader,
     content_key,
     drawn_of,
     file_of,
     is_eval,
+    is_own,
     place_of,
     read_piece,
 )
@@ -42,7 +42,6 @@ __all__ = [
     "Block",
     "DataFile",
     "DataSource",
-    "LongText",
     "Piece",
     "ReadUnit",
     "Record",

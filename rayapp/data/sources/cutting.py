@@ -51,7 +51,9 @@ def units(source: DataSource, eval_fraction: float) -> list[ReadUnit]:
     """
     unit_bytes = max(UNIT_BYTES, -(-source.num_bytes // MAX_UNITS))
     pieces = _all_pieces(source, eval_fraction, unit_bytes)
-    return with_blocks(source, _grouped(pieces, unit_bytes), UNIT_BYTES)
+    each = enumerate(runs(pieces, unit_bytes))
+    grouped = [ReadUnit(number, tuple(part), size) for number, (part, size) in each]
+    return with_blocks(source, grouped, UNIT_BYTES)
 
 
 def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list[ReadUnit]:
@@ -77,12 +79,12 @@ def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list
     of_block = dict(zip(trained, chosen.tolist(), strict=True))
     for block in unit.blocks:
         found.setdefault(of_block.get(block, 0), []).append(block)
-    return [_window(index, found[index], sizes) for index in sorted(found)]
-
-
-def _window(index: int, blocks: list[Block], sizes: dict[Piece, int]) -> ReadUnit:
-    pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
-    return ReadUnit(index, pieces, sum(sizes[piece] for piece in pieces), tuple(blocks))
+    made = []
+    for index, blocks in sorted(found.items()):
+        pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
+        size = sum(sizes[piece] for piece in pieces)
+        made.append(ReadUnit(index, pieces, size, tuple(blocks)))
+    return made
 
 
 def _all_pieces(
@@ -106,12 +108,6 @@ def _all_pieces(
     with ThreadPoolExecutor(READERS) as pool:
         found = pool.map(lambda file: _pieces(source, file, split, unit_bytes), source.files)
         return [piece for each in found for piece in each]
-
-
-def _grouped(pieces: list[tuple[Piece, int]], unit_bytes: int) -> list[ReadUnit]:
-    """Group consecutive (piece, bytes) into units of at most `unit_bytes`, or one larger piece."""
-    each = enumerate(runs(pieces, unit_bytes))
-    return [ReadUnit(number, tuple(part), size) for number, (part, size) in each]
 
 
 def runs(items: Iterable[tuple[Item, int]], most: int) -> Iterator[tuple[list[Item], int]]:

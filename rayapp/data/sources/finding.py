@@ -19,12 +19,12 @@ from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
-from rayapp.data.sources import formats, hub, own
+from rayapp.data.sources import formats, hub
 from rayapp.data.sources.formats import SUFFIXES
 from rayapp.data.sources.parts import DataFile, DataSource, SourceError
+from rayapp.data.sources.pieces import is_own, reader_version
 from rayapp.data.sources.streams import open_stream
-from rayapp.storage import Entry, Readable
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Entry, Readable, open_input
 
 NAMED = {"json": "a JSON array"}
 MAX_OPENED = 16  # most files whose first bytes are checked
@@ -52,8 +52,9 @@ def find(path: str, format: str = "auto") -> DataSource:
     """
     if path == "stdlib":
         return _stdlib()
-    reader = own.version(format) if own.is_own(format) else ""
-    if "://" not in path and not _is_local(path) and _looks_like_hub_id(path):
+    reader = reader_version(format) if is_own(format) else ""
+    local = os.path.exists(path) or _is_pattern(path) or path.startswith((".", "/", "~"))
+    if "://" not in path and not local and _looks_like_hub_id(path):
         return DataSource(path, "hub", (), hub.revision(path))
     if format == "hub":
         raise SourceError(
@@ -115,10 +116,6 @@ def _stdlib() -> DataSource:
         if (data := (root / name).read_bytes())
     )
     return DataSource(storage.url, "text", files)
-
-
-def _is_local(path: str) -> bool:
-    return os.path.exists(path) or _is_pattern(path) or path.startswith((".", "/", "~"))
 
 
 def _is_pattern(path: str) -> bool:

@@ -33,7 +33,6 @@ UNREAD = {  # suffixes of archives and compressions that are not read
     ".zip": "a ZIP archive",
     ".xlsx": "an Excel workbook",
 }
-TEXT, ARRAY, OBJECTS = "text", "json", "jsonl"
 HEAD_BYTES = 64 * 2**10
 ONE_OBJECT = (
     "is one JSON object over several lines, not a list of records. Make it an array or one object "
@@ -96,7 +95,7 @@ def format_of(name: str, head: bytes) -> str | None:
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     first = text.split(b"\n", 1)[0].rstrip()
     if text.startswith(b"[") and (named or text[1:].lstrip().startswith((b"{", b"]"))):
-        return ARRAY
+        return "json"
     if (
         bare(name).endswith(".json")
         and first.startswith(b"{")
@@ -105,7 +104,7 @@ def format_of(name: str, head: bytes) -> str | None:
         raise SourceError(ONE_OBJECT)
     if named:
         return named
-    return OBJECTS if first.startswith(b"{") and _is_object(first) else None
+    return "jsonl" if first.startswith(b"{") and _is_object(first) else None
 
 
 def _is_object(line: bytes) -> bool:

@@ -10,8 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rayapp.config import ConfigError
-from rayapp.storage import Readable
-from rayapp.storage.inputs import open_input
+from rayapp.storage import Readable, open_input
 
 
 class SourceError(ConfigError):

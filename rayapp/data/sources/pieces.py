@@ -6,15 +6,19 @@ hashed, at some 1 GB/s, and then read in the version that was hashed.
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Iterator
+import os
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rayapp.data.sources import hub, own
+from rayapp.config.code import CodeError, load_code
+from rayapp.config.code_digest import source_digest
+from rayapp.data.sources import hub
 from rayapp.data.sources.formats import is_stream
-from rayapp.data.sources.json_lines import LARGE, LINE_BYTES, TOO_LONG, line_value
 from rayapp.data.sources.parts import (
     DataSource,
     Piece,
@@ -24,7 +28,16 @@ from rayapp.data.sources.parts import (
     printable,
     unreadable,
 )
-from rayapp.data.sources.streams import BATCH_ROWS, BOM, TEXT_BYTES, read_stream, rows_of
+from rayapp.data.sources.streams import (
+    BATCH_ROWS,
+    BOM,
+    LINE_BYTES,
+    TEXT_BYTES,
+    TOO_LONG,
+    json_line,
+    read_stream,
+    rows_of,
+)
 from rayapp.storage import Readable, StorageError
 
 if TYPE_CHECKING:
@@ -37,12 +50,11 @@ PAGE_BYTES = 2**20  # of Parquet that are read at once
 PAGES_FROM_BYTES = 8 * 2**20
 MAX_COUNTED_BYTES = 64 * 2**20  # beyond it a place is given as a byte offset, not a line
 CHUNK = 4 * 2**20  # bytes hashed at once
+OWN_FIELD = "data.format"
 
 
-def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> Iterator[Record]:
+def read_piece(source: DataSource, piece: Piece) -> Iterator[Record]:
     """Yield the records of a piece in order.
-
-    With `long_texts`, values of JSONL may hold a `LongText` in place of a string of over a MiB.
 
     Raises:
         SourceError: the file is not of its format, or broken so that the rest cannot be read, or
@@ -50,31 +62,31 @@ def read_piece(source: DataSource, piece: Piece, long_texts: bool = False) -> It
     """
     last: int | None = None
     try:
-        for record in _records(source, piece, long_texts):
+        for record in _records(source, piece):
             yield record
             last = record.place
     except (SourceError, StorageError):
         raise
     except Exception as error:  # of pyarrow, codecs, the hub's client and users, of any type
-        rows = source.is_table or own.is_own(source.format)
+        rows = source.is_table or is_own(source.format)
         unit = "row" if rows else "line" if piece.is_stream else "byte"
         after = f" after {unit} {last}" if last is not None else ""
-        told = own.failure if own.is_own(source.format) else unreadable
+        told = _failure if is_own(source.format) else unreadable
         raise told(source, file_of(source, piece), error, after) from error
 
 
-def _records(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
+def _records(source: DataSource, piece: Piece) -> Iterator[Record]:
     if source.format == "hub":
         return hub.read(source.root, source.version, piece.start)
-    if own.is_own(source.format):
-        return own.read(source.root, piece.file, source.format)
+    if is_own(source.format):
+        return _read_own(source.root, piece.file, source.format)
     if piece.is_stream:
-        return read_stream(source, piece, TEXT_BYTES, long_texts)
+        return read_stream(source, piece, TEXT_BYTES)
     if source.format == "parquet":
         return _read_parquet(source, piece)
     if source.format == "text":
         return _read_text(source, piece)
-    return _read_jsonl(source, piece, long_texts)
+    return _read_jsonl(source, piece)
 
 
 def file_of(source: DataSource, piece: Piece) -> str:
@@ -87,7 +99,7 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
 
     Lines are counted as far as `MAX_COUNTED_BYTES`, since counting reads the file up to there.
     """
-    if source.is_table or own.is_own(source.format):
+    if source.is_table or is_own(source.format):
         where = f"{record_file} row {place}"
     elif is_stream(record_file, source.format):
         where = f"{source.root}/{record_file}:{place}"
@@ -98,15 +110,9 @@ def place_of(source: DataSource, record_file: str, place: int) -> str:
     return printable(where)
 
 
-def drawn_of(content: Iterable[bytes]) -> int:
-    """Return the number in [0, 2^64) that a record's content draws, given in parts.
-
-    Its copies draw the same, whatever the parts.
-    """
-    digest = blake2b(digest_size=8)
-    for part in content:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little")
+def drawn_of(content: bytes) -> int:
+    """Return the number in [0, 2^64) that a record's content draws, and its copies too."""
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
 def is_eval(piece: Piece, drawn: int, eval_fraction: float) -> bool:
@@ -169,18 +175,13 @@ def _read_text(source: DataSource, piece: Piece) -> Iterator[Record]:
         yield Record(piece.file, start + error.start, None, "is not UTF-8")
 
 
-def _read_jsonl(source: DataSource, piece: Piece, long_texts: bool) -> Iterator[Record]:
-    base, data = line_bytes(source, piece)
-    start = 0
-    while start < len(data):  # no line is held, nor all of them once more
-        end = data.find(b"\n", start)
-        end = len(data) if end < 0 else end
-        place, found = base + start, line_value(data, start, end, long_texts)
-        start = end + 1
-        if end - place + base > LARGE:  # nor what has been read
-            data, base, start = data[start:], base + start, 0
+def _read_jsonl(source: DataSource, piece: Piece) -> Iterator[Record]:
+    place, data = line_bytes(source, piece)
+    for line in io.BytesIO(data):
+        found = json_line(line.removesuffix(b"\n"))
         if found is not None:
             yield Record(piece.file, place, *found)
+        place += len(line)
 
 
 def _read_parquet(source: DataSource, piece: Piece) -> Iterator[Record]:
@@ -270,3 +271,59 @@ def _hashed(storage: Readable, piece: Piece, ranges: list[tuple[int, int]]) -> s
             size = min(CHUNK, offset + length - start)
             digest.update(storage.read(piece.file, start, size, piece.etag))
     return digest.hexdigest()
+
+
+# ---- Formats of the user's: `data.format: mypackage.module:function` ---------------------------
+
+
+class RecordReader(Protocol):
+    """What `data.format: module:function` names."""
+
+    def __call__(self, path: str, /) -> Iterator[Mapping[str, Any] | str]:
+        """Yield the records of a file in an order that is the same at each call."""
+        ...
+
+
+def is_own(format: str) -> bool:
+    """Return whether a format is a function of the user's."""
+    return ":" in format
+
+
+def reader_version(format: str) -> str:
+    """Return a digest of the source of the function, and of what it uses of its package.
+
+    Raises:
+        SourceError: it cannot be imported, or is not a function.
+    """
+    try:
+        return source_digest(OWN_FIELD, format)
+    except CodeError as error:
+        raise SourceError(str(error)) from error
+
+
+def _read_own(root: str, name: str, format: str) -> Iterator[Record]:
+    """Yield the records that the function makes of a file."""
+    url = f"{opened(root).url.rstrip('/')}/{name}"
+    try:
+        function: RecordReader = load_code(OWN_FIELD, format, checked=True)
+    except CodeError as error:
+        raise SourceError(str(error)) from error
+    for row, value in enumerate(function(url)):
+        good = isinstance(value, (str, Mapping))
+        problem = None if good else f"is {type(value).__name__}, neither a mapping nor text"
+        yield Record(
+            name, row, value if isinstance(value, str) or not good else dict(value), problem
+        )
+
+
+def _failure(source: DataSource, file: str, error: Exception, after: str) -> SourceError:
+    """Return what to raise when the user's function has raised an error: where, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [number for number, frame in enumerate(frames) if frame.filename == __file__]
+    called = frames[max(ours, default=-1) + 1 :]  # the function, and what it called
+    folders = [os.path.dirname(frame.filename) for frame in called]
+    theirs = [f for f, folder in zip(called, folders, strict=True) if folder == folders[0]]
+    at = f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    url, first = printable(f"{source.root}/{file}"), next(iter(str(error).splitlines()), "")
+    why = f"{url}{after}: {type(error).__name__}: {first}{at}"
+    return SourceError(f"{OWN_FIELD}={source.format} fails on {why}. Correct the function")

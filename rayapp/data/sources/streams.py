@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of, is_compressed
-from rayapp.data.sources.json_lines import LINE_BYTES, TOO_LONG, line_value
 from rayapp.data.sources.parts import DataSource, Piece, Record, SourceError, opened, printable
 
 BOM = codecs.BOM_UTF8  # which some editors put before a text; it is no part of the text
 CHUNK = 2**20
+LINE_BYTES = 256 * 2**20  # most of a line, or of a cell of CSV
+TOO_LONG = f"is longer than {LINE_BYTES // 2**20} MiB"
+JSON_DEPTH = 400  # most objects and lists in one another
 TEXT_BYTES = 4 * 2**20  # of compressed text in a record
 OBJECT_BYTES = 64 * 2**20  # most of one object in a JSON array
 BATCH_ROWS = 1024  # of a table, which are made at once
@@ -28,12 +30,8 @@ LONGEST_ESCAPE = 12  # characters: both halves of one beyond 16 bits
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def read_stream(
-    source: DataSource, piece: Piece, text_bytes: int, long_texts: bool = False
-) -> Iterator[Record]:
+def read_stream(source: DataSource, piece: Piece, text_bytes: int) -> Iterator[Record]:
     """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
-
-    With `long_texts`, values of JSONL may hold a `LongText`.
 
     Raises:
         SourceError: it is not of this format, so that the rest cannot be read.
@@ -43,7 +41,7 @@ def read_stream(
             if source.format == "text":
                 yield from _texts(stream, piece.file, text_bytes)
             elif source.format == "jsonl":
-                yield from _lines(stream, piece.file, long_texts)
+                yield from _lines(stream, piece.file)
             else:
                 yield from READERS[source.format](stream, piece.file)
     except SourceError as error:
@@ -80,27 +78,52 @@ def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Re
         line += data.count(b"\n")
 
 
-def _lines(stream: io.BufferedReader, name: str, long_texts: bool) -> Iterator[Record]:
+def _lines(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     for number in itertools.count(1):
         line = _line(stream)
         if not line:
             return
-        found = line_value(line, 0, len(line) - line.endswith(b"\n"), long_texts)
+        found = json_line(line.removesuffix(b"\n"))
         if found is not None:
             yield Record(name, number, *found)
 
 
-def _line(stream: io.BufferedReader) -> bytes | bytearray:
-    """Read a line; of one that is longer than LINE_BYTES, a bit more than that is returned."""
-    part = stream.readline(CHUNK)
-    if len(part) < CHUNK or part.endswith(b"\n"):
-        return part
-    line = bytearray(part)  # which grows where it is
-    while part and not part.endswith(b"\n"):
+def _line(stream: io.BufferedReader) -> bytes:
+    """Read a line; of one that is longer than LINE_BYTES, a byte more than that is returned."""
+    line = part = stream.readline(LINE_BYTES + 1)
+    while len(line) > LINE_BYTES and part and not part.endswith(b"\n"):
         part = stream.readline(CHUNK)
-        if len(line) <= LINE_BYTES:
-            line += part
     return line
+
+
+def json_line(line: bytes | bytearray) -> tuple[Any, str | None] | None:
+    """Return (object, None) or (None, why it is bad) of a line of JSONL; None if it is blank."""
+    if len(line) > LINE_BYTES:
+        return None, TOO_LONG
+    if not line or line.isspace():
+        return None
+    opened = line.count(b"[") + line.count(b"{")
+    try:
+        text = line.decode(json.detect_encoding(line), "surrogatepass")  # as json.loads does
+        del line  # it may be large, and the value is as large
+        value = json.loads(text)
+        if opened > JSON_DEPTH and _is_deep(value):
+            raise RecursionError
+        return value, None if isinstance(value, dict) else "is not a JSON object"
+    except (ValueError, RecursionError) as error:
+        deep = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "too deep"
+        return None, f"is not JSON ({getattr(error, 'msg', deep)})"
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether more than JSON_DEPTH objects and lists are in one another."""
+    level = [value]
+    for _ in range(JSON_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for some in inner for each in some if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _array(stream: io.BufferedReader, name: str) -> Iterator[Record]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rayapp.config import ConfigError, load
-from rayapp.observe import hooks
-from rayapp.observe.hooks import Hooks, opened
+from rayapp.driver import observe
+from rayapp.driver.observe import Hooks, opened
 
 
 class Told:
@@ -30,28 +30,15 @@ class Told:
         self.calls.append(("end", result["status"]))
 
 
-def lines_of(count: int) -> Any:
-    lines = [{"step": number + 1} for number in range(count)]
-    return lambda start, stop: lines[start:stop]
-
-
-def test_steps_checkpoints_and_the_end_in_their_order() -> None:
-    """Not the steps of earlier commands; steps that are done again are told again."""
+def test_calls_come_in_their_order_and_none_after_the_end() -> None:
     told = Told()
     known = Hooks([told])
-    known.follow(2, lines_of(9))
-    known.update(5, 2)
-    while len(told.calls) < 3:
-        threading.Event().wait(0.01)
-    known.checkpoint(5, "url")
-    while len(told.calls) < 4:
-        threading.Event().wait(0.01)
-    known.checkpoint(5, "url")
-    known.update(6, 4)  # cut back to 4 lines
+    known.call("on_step", {"step": 3})
+    known.call("on_checkpoint", 3, "url")
+    known.call("on_step", {"step": 4})
     known.end({"status": "done"})
-    steps = [("step", number) for number in (3, 4, 5)]
-    again = [("step", 5), ("step", 6), ("end", "done")]
-    assert told.calls == [*steps, ("checkpoint", 5, "url"), *again]
+    known.call("on_step", {"step": 5})
+    assert told.calls == [("step", 3), ("checkpoint", 3, "url"), ("step", 4), ("end", "done")]
 
 
 def test_an_error_of_a_hook_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,8 +48,8 @@ def test_an_error_of_a_hook_ends_nothing(caplog: pytest.LogCaptureFixture) -> No
 
     told = Told()
     known = Hooks([Broken(), told])
-    known.follow(0, lines_of(2))
-    known.update(2, 0)
+    known.call("on_step", {"step": 1})
+    known.call("on_step", {"step": 2})
     known.end({"status": "failed", "reason": "x"})
     assert told.calls == [("step", 1), ("step", 2), ("end", "failed")]
     assert caplog.text.count("Broken.on_step failed") == 2 and "mine" in caplog.text
@@ -71,7 +58,7 @@ def test_an_error_of_a_hook_ends_nothing(caplog: pytest.LogCaptureFixture) -> No
 def test_a_hook_that_hangs_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hooks, "CLOSE_S", 0.2)
+    monkeypatch.setattr(observe, "HOOKS_CLOSE_S", 0.2)
     release = threading.Event()
 
     class Slow:
@@ -83,24 +70,6 @@ def test_a_hook_that_hangs_is_left(
     assert "are left" in caplog.text
     known.end({"status": "done"})  # the second call waits for nothing
     release.set()
-
-
-def test_steps_that_cannot_be_read_are_told_later() -> None:
-    told, answers = Told(), [OSError("away"), [{"step": 1}]]
-
-    def read(start: int, stop: int) -> Any:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer
-
-    known = Hooks([told])
-    known.follow(0, read)
-    known.update(1, 0)
-    while not told.calls:
-        threading.Event().wait(0.01)
-    known.end({"status": "done"})
-    assert told.calls == [("step", 1), ("end", "done")]
 
 
 def test_hooks_are_made_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rayapp.config import Config, ConfigError, differences, load
-from rayapp.driver.budget import Budget, budget_problems, unknown_nodes
 from rayapp.driver.checks import shared_problems
-from rayapp.driver.stop import Stop, StopAsked
+from rayapp.driver.stop import Budget, Stop, StopAsked, budget_problems
 from rayapp.driver.supervise import Command
 from rayapp.observe.events import Journal
 from rayapp.observe.goodput import ENDED, STARTED, WORKERS
@@ -105,11 +104,11 @@ def test_the_price_of_each_choice_is_needed(tmp_path: Path) -> None:
     (problem,) = budget_problems(config(spot, max_usd=5))
     assert "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5" in problem
     assert budget_problems(config(priced, max_usd=5)) == budget_problems(config(spot)) == []
-    (problem,) = unknown_nodes(config(priced, max_usd=5), list)
+    (problem,) = budget_problems(config(priced, max_usd=5), list)
     assert "no nodes for 2 workers say which of cluster.instance they are" in problem
-    assert unknown_nodes(config(priced, max_usd=5), lambda: [("p4d.24xlarge", "spot")]) == []
-    assert unknown_nodes(config(priced), list) == []
-    assert unknown_nodes(config("g5.12xlarge", max_usd=5), list) == []
+    assert budget_problems(config(priced, max_usd=5), lambda: [("p4d.24xlarge", "spot")]) == []
+    assert budget_problems(config(priced), list) == []
+    assert budget_problems(config("g5.12xlarge", max_usd=5), list) == []
 
 
 def test_a_cost_that_was_never_known_is_refused(run: Storage) -> None:

@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import RayError
 
 from rayapp.config import load
-from rayapp.driver import checkpoint_validation as validation
-from rayapp.driver.checkpoint_validation import Validator
+from rayapp.driver import ray_workers as validation
+from rayapp.driver.ray_workers import Validator
 from rayapp.observe.goodput import DamagedFile
 from rayapp.observe.run_folder import VALIDATIONS
 from rayapp.storage import open_storage
@@ -29,7 +29,7 @@ def test_a_cluster_that_does_not_say_its_room_ends_no_training(
         raise error
 
     newest = SimpleNamespace(step=3, name="step-00000003")
-    monkeypatch.setattr(validation, "POLL_S", 0.0)
+    monkeypatch.setattr(validation, "VALIDATION_POLL_S", 0.0)
     monkeypatch.setattr(validation, "newest_committed", lambda run: newest)
     monkeypatch.setattr(validation.placement, "free_workers", free_workers)
     spec: Any = SimpleNamespace(config=load())
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_validated_once(tmp_path: Path, monkeypatch: pytest.Monk
     run, asked = open_storage(str(tmp_path)), list[int]()
     run.write(VALIDATIONS, b'{"step": 3}\n')
     newest = SimpleNamespace(step=3, name="step-00000003")
-    monkeypatch.setattr(validation, "POLL_S", 0.0)
+    monkeypatch.setattr(validation, "VALIDATION_POLL_S", 0.0)
     monkeypatch.setattr(validation, "newest_committed", lambda run: newest)
     monkeypatch.setattr(
         validation.placement, "free_workers", lambda config: asked.append(newest.step)

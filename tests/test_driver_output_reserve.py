@@ -21,7 +21,7 @@ from rayapp.config import Config, from_dict
 from rayapp.driver import lease as leases
 from rayapp.driver import supervise
 from rayapp.driver.lease import held
-from rayapp.driver.reserve import RESERVE_BYTES, Reserve
+from rayapp.driver.output import RESERVE_BYTES, Reserve
 from rayapp.driver.stop import Stop
 from rayapp.driver.supervise import Command, fit
 from rayapp.observe.events import Journal

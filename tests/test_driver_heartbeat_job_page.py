@@ -11,8 +11,8 @@ from ray.dashboard.modules.job.common import JobInfo, JobInfoStorageClient, JobS
 from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
-from rayapp.driver import job_page
-from rayapp.driver.job_page import JobPage
+from rayapp.driver import heartbeat
+from rayapp.driver.heartbeat import JobPage
 
 asked: list[str] = []
 
@@ -37,7 +37,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
 
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: values.get(key))
     monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
-    monkeypatch.setattr(job_page.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: 0.0)
     return values
 
 
@@ -58,7 +58,7 @@ def test_a_job_gets_a_name_a_folder_and_how_far_it_is(
     }
     page.tell("step 3/9, loss 2.1000")
     assert record(store)["message"] == "tokenising a.txt", "not more often than every 10 s"
-    monkeypatch.setattr(job_page.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: 10.0)
     page.tell("step 4/9, loss 2.0000")
     assert record(store)["message"] == "step 4/9, loss 2.0000"
     assert JobInfo.from_json(record(store)).status == JobStatus.RUNNING  # Ray reads it
@@ -93,7 +93,7 @@ def test_a_job_that_has_ended_is_not_changed(
     page = page_of()
     page.tell("planning")
     assert store == before
-    monkeypatch.setattr(job_page.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: 10.0)
     page.tell("training")
     assert asked == (["stop"] if status == "STOPPED" else []), "Ray has missed this driver, once"
 
@@ -108,7 +108,7 @@ def test_a_store_that_fails_is_told_once(
     page = page_of()
     for text in ("planning", "training"):
         page.tell(text)
-        monkeypatch.setattr(job_page.time, "monotonic", lambda: 60.0)
+        monkeypatch.setattr(heartbeat.time, "monotonic", lambda: 60.0)
     assert [line.message for line in caplog.records] == [
         "Ray's Jobs page does not show how far the run is: the head is gone"
     ]
