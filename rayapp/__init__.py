@@ -14,7 +14,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayapp.cluster.preflight.job import preflight as preflight
+    from rayapp.cluster.preflight import preflight as preflight
     from rayapp.config import Config as Config
     from rayapp.config import ConfigError as ConfigError
     from rayapp.config import RunConfig as RunConfig
@@ -43,7 +43,7 @@ for _name in ("torchao", "torch.utils._pytree", "bitsandbytes", "botocore", "aio
 _HOMES = {
     name: module
     for module, names in {
-        "rayapp.cluster.preflight.job": "preflight",
+        "rayapp.cluster.preflight": "preflight",
         "rayapp.config": "Config ConfigError RunConfig VisionConfig load",
         "rayapp.finetune": "sweep",
         "rayapp.generation": "generate",

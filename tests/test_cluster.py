@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     ),
     "autoscaling": (
         {"cluster.instance": "g5.12xlarge", "cluster.workers": "4:8"},
-        {"components": ("autoscaling",), "nodes": "autoscaled"},
+        {"components": ("autoscaling",)},
     ),
     "data": (
         {"cluster.instance": "g5.12xlarge", "cluster.workers": "8"},
@@ -570,11 +570,9 @@ def refused(platform: str = "ecs", overrides: Any = None, **options: Any) -> str
         ({}, {"queue": "g5.12xlarge:2"}, "ECS has no Kueue"),
         ({}, {"queue": "g5.12xlarge"}, "queue=g5.12xlarge is malformed"),
         ({}, {"queue": "g5.13xlarge:2"}, "queue=g5.13xlarge is unknown"),
-        ({}, {"components": ("autoscaling",)}, "the stack has no cluster autoscaler"),
-        ({}, {"nodes": "autoscaled"}, "nodes=autoscaled is impossible"),
         (
             {},
-            {"components": ("autoscaling", "kueue"), "nodes": "autoscaled"},
+            {"components": ("autoscaling", "kueue")},
             "components autoscaling and kueue exclude each other",
         ),
         ({}, {"api_cidrs": ("203.0.113.7/32",)}, "ECS has no API server"),
@@ -623,9 +621,7 @@ def test_all_problems_at_once() -> None:
 
 @pytest.mark.parametrize("component", ["kueue", "autoscaling"])
 def test_what_sees_one_group_takes_no_list(component: str) -> None:
-    nodes = "autoscaled" if component == "autoscaling" else "fixed"
-    asked = {"components": (component,), "nodes": nodes}
-    text = refused("kuberay", {"cluster.instance": LIST}, **asked)
+    text = refused("kuberay", {"cluster.instance": LIST}, components=(component,))
     assert text.startswith(f"component {component} is impossible where cluster.instance is a list")
 
 
@@ -664,7 +660,7 @@ def test_every_size_stands_in_hardware_alone(monkeypatch: pytest.MonkeyPatch) ->
     one = hardware.INSTANCES["p4d.24xlarge"]
     for change, ecs, kuberay in (
         (
-            {"efa_interfaces": 2, "network_cards": 2},
+            {"efa_interfaces": 2},
             {"worker.json", "terraform.tfvars.json"},
             {"components/efa/kustomization.yaml", "terraform.tfvars.json"},
         ),

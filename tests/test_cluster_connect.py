@@ -20,7 +20,6 @@ from patience import PATIENCE_S
 from ports import free_port
 
 from rayapp.__main__ import main
-from rayapp.cluster.capacity import wait_for_workers
 from rayapp.cluster.connect import (
     Forwarding,
     NotReachable,
@@ -28,7 +27,7 @@ from rayapp.cluster.connect import (
     through,
     to_ecs,
 )
-from rayapp.cluster.hosts import missing_tasks
+from rayapp.cluster.hosts import missing_tasks, wait_for_workers
 
 ARN = "arn:aws:ecs:us-west-2:123456789012:task/rayapp-ecs/0123456789abcdef"
 LISTED = {"cluster": "rayapp-ecs", "serviceName": "head", "desiredStatus": "RUNNING"}

@@ -23,8 +23,8 @@ from terraform import ACCOUNT, Cloud
 
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
-from rayapp.cluster.capacity import start, wait_for_workers
 from rayapp.cluster.connect import NotReachable
+from rayapp.cluster.hosts import start, wait_for_workers
 from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, RunConfig, load
 
 TYPES = ("m7i.4xlarge", "c6i.4xlarge", "r6i.4xlarge")
@@ -80,7 +80,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayapp.cluster.capacity.POLL_S", 0.1)
+    monkeypatch.setattr("rayapp.cluster.hosts.POLL_S", 0.1)
 
 
 class Kube(Site):

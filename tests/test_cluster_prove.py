@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from proving import BIN, NAME, TASK, Hosts, Site
 from terraform import ROOT, Cloud
 
-from rayapp.cluster import Options
-from rayapp.cluster.prove import trials
-from rayapp.cluster.prove.__main__ import main, masked, page, price
-from rayapp.cluster.prove.account import AwsAccount, Failed
-from rayapp.cluster.prove.trials import FAIL, NOT_RUN, PASS, Proof, Step
+from rayapp.cluster import Options, trials
+from rayapp.cluster.proof import Failed, Proof
+from rayapp.cluster.prove import main, masked, page, price
+from rayapp.cluster.trials import FAIL, NOT_RUN, PASS, Step
 
 UP, RUN, NOTICE, *_, SAME = trials.TRIALS
 DOWN, LEFT = trials.WAY_DOWN
@@ -45,6 +45,10 @@ def test_a_page_tells_all_but_the_account() -> None:
     assert page("all", {}, [Step("up", PASS)], []).startswith("# all: PASS\n")
 
 
+def proof_of(client: Callable[[str], Any], log: Path) -> Proof:
+    return Proof(NAME, "ecs", "us-west-2", "123456789012", client, log, log)
+
+
 TOLD_BY_TERRAFORM = """
 $ make --no-print-directory down-base
 Destroy complete? No.
@@ -59,8 +63,7 @@ make: *** [Makefile:1: down-base] Error 1
 
 def test_what_terraform_says_is_told_without_its_frame(account: Cloud, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(TOLD_BY_TERRAFORM)
-    own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", account.client)
-    proof = Proof(own, "bucket", tmp_path / "config", tmp_path / "log", {}, 0.0)
+    proof = proof_of(account.client, tmp_path / "log")
     with pytest.raises(Failed) as raised:
         proof.needs(2, "make down-base")
     assert str(raised.value) == (
@@ -79,8 +82,8 @@ LINES = [{"step": n, "batch_digest": f"{n:016x}", "loss": 2.0, "workers": 2} for
         ({2: {"loss": 2.01}}, "3 digests equal, losses within 0.01 nats per token"),
         ({2: {"loss": 2.1}}, "digests are equal, losses differ by 0.1 nats per token"),
         ({1: {"loss": None}}, "digests are equal, losses differ by inf nats per token"),
-        ({1: {"batch_digest": "0"}}, "batch_digest differs, first at line 2 of 3 and 3"),
-        ({2: None}, "step differs, first at line 3 of 3 and 2"),
+        ({1: {"batch_digest": "0"}}, "batches differ, first at line 2 of 3 and 3"),
+        ({2: None}, "batches differ, first at line 3 of 3 and 2"),
     ],
 )
 def test_both_runs_are_compared_step_by_step(
@@ -97,8 +100,7 @@ def test_both_runs_are_compared_step_by_step(
     lines = {trials.DISTURBED: LINES, trials.UNDISTURBED: other}
     monkeypatch.setattr(Proof, "run", lambda _, name: name)
     monkeypatch.setattr(trials.metrics, "read", lines.__getitem__)
-    own = AwsAccount(NAME, "ecs", "us-west-2", "123456789012", lambda _: None)
-    proof = Proof(own, "bucket", tmp_path, tmp_path, {}, 0.0)
+    proof = proof_of(lambda _: None, tmp_path)
     passes = seen.startswith("3 digests")
     with contextlib.nullcontext() if passes else pytest.raises(Failed, match=re.escape(seen)):
         assert trials.compare(proof) == seen
@@ -182,7 +184,6 @@ def test_a_cluster_without_its_hosts_goes_down(
             "ecr describe-images",
             "helm upgrade --install kuberay-operator",
             f"kubectl apply -k build/{NAME}-us-west-2/kuberay/cluster",
-            "condition=RayClusterProvisioned",
             "kubectl delete",
             "infra/eks destroy",
             "infra/base destroy",

@@ -35,7 +35,6 @@ def test_every_instance_is_as_ec2_describes_it(described: dict[str, Any]) -> Non
         assert one.memory_gib == truth["MemoryInfo"]["SizeInMiB"] / 1024, name
         assert one.gpus == sum(gpu["Count"] for gpu in gpus), name
         assert set(one.architectures) == set(truth["ProcessorInfo"]["SupportedArchitectures"])
-        assert one.network_cards == network["MaximumNetworkCards"], name
         efa = network.get("EfaInfo") or {"MaximumEfaInterfaces": 0}
         assert one.efa_interfaces == efa["MaximumEfaInterfaces"], name
         if len(cards) == 1:
@@ -48,9 +47,6 @@ def test_every_instance_is_as_ec2_describes_it(described: dict[str, Any]) -> Non
             continue
         assert one.gpu.name.split("-")[0] == gpus[0]["Name"], name
         assert one.gpu.memory_gib == gpus[0]["MemoryInfo"]["SizeInMiB"] / 1024, name
-        assert one.interfaces_per_card == cards[0]["MaximumNetworkInterfaces"], name
-        disk = truth["InstanceStorageInfo"]["TotalSizeInGB"]
-        assert one.local_disk_gib == pytest.approx(disk * 1e9 / 2**30), name
         with_efa = [
             card["NetworkCardIndex"]
             for card in cards

@@ -124,8 +124,7 @@ def healthy(nodes: int, kind: Instance | None) -> ClusterFacts:
     found, ranks = [], []
     for number in range(nodes):
         devices = tuple(
-            Device(i, f"GPU-{i}", gpu.device_name, "570.1", 80.0, 0, False)
-            for i in range(lanes if gpu else 0)
+            Device(i, f"GPU-{i}", gpu.device_name, 0, False) for i in range(lanes if gpu else 0)
         )
         seen = facts.NodeFacts(
             host=f"host-{number}",
@@ -228,14 +227,14 @@ def only(findings: list[Finding], node: str, *words: str) -> Finding:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "64 MiB", "31 GiB")),
+    "shared memory": ({"shared_memory_bytes": 2**26}, ("/dev/shm", "67.1 MB", "33.3 GB")),
     "a version": (
         {"versions": {**VERSIONS, "transformers": "4.57.1"}},
         ("transformers differs", "4.57.1", "5.23.0"),
     ),
-    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10 GiB", "500 GiB")),
+    "a disk": ({"disk_free_bytes": 10 * GIB}, ("/tmp/ray is full", "10.7 GB", "537 GB")),
     "open files": ({"open_files": 1024}, ("open files", "1,024", "4,096")),
-    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "64 KiB")),
+    "locked memory": ({"memlock_bytes": 65536}, ("locked memory", "65.5 kB")),
     "a clock": ({"clock": ClockOffset(-7.0, 0.01)}, ("clock", "-7.0 s")),
     "storage": ({"probe": Probe(2**25, error="AccessDenied")}, ("run.storage", "AccessDenied")),
     "a folder of its own": ({"probe": Probe(2**25, 1, 1, shared=False)}, ("folder of its own",)),
@@ -290,20 +289,7 @@ def test_a_slow_link_is_named_by_its_nodes(nodes: int, data: st.DataObject, name
     link = replace(known.links[bad], bytes_per_s=0.1 * known.links[bad].bytes_per_s)
     slow = replace(known, links=(*known.links[:bad], link, *known.links[bad + 1 :]))
     sender, receiver = known.node(link.sender).name, known.node(link.receiver).name
-    only(assess(slow, Requirements(kind)), f"{sender} -> {receiver}", f"{sender} sends slowly")
-
-
-def test_a_node_all_of_whose_links_are_slow_is_named() -> None:
-    kind = instance("p4d.24xlarge")
-    known = healthy(8, kind)
-    id = known.nodes[5].id
-    links = tuple(
-        replace(one, bytes_per_s=1e9) if id in (one.sender, one.receiver) else one
-        for one in known.links
-    )
-    found = assess(replace(known, links=links), Requirements(kind))
-    assert len(found) == 4  # two links, each way
-    assert all(f"all of {known.nodes[5].name}'s" in one.what for one in found)
+    only(assess(slow, Requirements(kind)), f"{sender} -> {receiver}", "the link is slow")
 
 
 def test_links_without_a_mark_are_reported_and_not_judged() -> None:
@@ -344,31 +330,6 @@ def test_a_node_without_kernels_for_the_models_layers_is_named() -> None:
     assert "kernels: model.path=org/base cannot be fetched" in command.not_judged(
         unread, Requirements()
     )
-
-
-def test_an_address_of_one_link_alone_is_named() -> None:
-    """As ECS's tasks have one, the same in each: the ranks would call themselves."""
-    known = with_node(
-        healthy(2, instance("g5.12xlarge")), 1, reached_at={"nccl": ("ecs-eth0", "169.254.172.2")}
-    )
-    found = only(assess(known, Requirements()), known.nodes[1].name, "169.254.172.2 on ecs-eth0")
-    assert "NCCL_SOCKET_IFNAME" in found.fix
-    gloo = with_node(healthy(2, None), 0, reached_at={"nccl": ("e", "169.254.1.1")})
-    assert assess(gloo, Requirements()) == []  # it is not NCCL that is used
-    alone = healthy(1, instance("g5.12xlarge"))
-    alone = with_node(alone, 0, reached_at={"nccl": ("e", "169.254.1.1")})
-    assert assess(alone, Requirements()) == []
-
-
-def test_the_interface_that_a_backend_takes() -> None:
-    """By the listing of a task of ECS with awsvpc; the rule is NCCL's."""
-    task = [("lo", "127.0.0.1"), ("ecs-eth0", "169.254.172.2"), ("eth0", "10.0.1.5")]
-    assert node_probe.reached_at(task, {})["nccl"] == task[1]
-    named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert node_probe.reached_at(task, named) == {}
-    bridge = [("lo", "127.0.0.1"), ("docker0", "172.17.0.1")]
-    assert node_probe.reached_at(bridge, {})["nccl"] in bridge
-    assert ("lo", "127.0.0.1") in node_probe.interfaces()
 
 
 def test_gpus_that_are_missing_broken_or_others_are_named() -> None:
@@ -504,9 +465,9 @@ def test_the_probe_leaves_nothing_and_says_what_is_wrong(tmp_path: Path) -> None
 
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--min_gbit_per_s=fast", "--timeout_s=0"]) == 2
-    text = capsys.readouterr().err
-    assert "--min_gbit_per_s=fast" in text and "--timeout_s=0" in text
+    for word in ("--min_gbit_per_s=fast", "--timeout_s=0"):
+        assert command.main([word]) == 2
+        assert word in capsys.readouterr().err
     assert command.main(["--min_gbit_per=1"]) == 2
     assert "Did you mean --min_gbit_per_s?" in capsys.readouterr().err
     assert command.main(["--cluster.instance=p5.48xlage", "--cluster.address=local"]) == 2
@@ -522,7 +483,9 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_job_is_no_run() -> None:
     config = Config.model_validate({"run": {"name": "demo", "storage": "s3://bucket/runs"}})
-    order = prepare(config, SubmitOptions(tags={"team": "x"}), command.MODULE, ["--json=true"])
+    order = prepare(
+        config, SubmitOptions(tags={"team": "x"}), "rayapp.cluster.preflight", ["--json=true"]
+    )
     assert order.entrypoint == (
         "exec python -m rayapp.cluster.preflight --run.name=demo --run.storage=s3://bucket/runs"
         " --json=true"
@@ -676,7 +639,7 @@ def test_tiny_shared_memory_is_named(head: Node, tmp_path: Path) -> None:
     assert code == 1
     (finding,) = found["findings"]
     assert finding["node"] == newest(found)
-    assert "/dev/shm" in finding["what"] and finding["measured"] == "32 MiB"
+    assert "/dev/shm" in finding["what"] and finding["measured"] == "33.6 MB"
 
 
 @pytest.mark.drill
@@ -822,7 +785,6 @@ def test_a_slowed_link_is_named(tmp_path: Path) -> None:
     (finding,) = found["findings"]
     (sender,) = (node for node in found["facts"]["nodes"] if node["address"] == "10.77.0.2")
     assert finding["node"].startswith(newest(found) + " -> ")
-    assert "sends slowly" in finding["what"]
     (link,) = (x for x in found["facts"]["links"] if x["sender"] == sender["id"])
     assert 0.02 < link["bytes_per_s"] * 8 / 1e9 < 0.055
 

@@ -55,7 +55,7 @@ COMMANDS = {  # name: module and function
 def documented(text: str, words: bool = False) -> Callable[[Command], Command]:
     """Print the text if help is asked for, or where a command that needs `words` has none.
 
-    What a storage says is printed in one line.
+    What a storage or a cluster says is printed in one line.
     """
 
     def decorate(function: Command) -> Command:
@@ -64,11 +64,17 @@ def documented(text: str, words: bool = False) -> Callable[[Command], Command]:
             if "--help" in argv or "-h" in argv or (words and not argv):
                 print(text)
                 return Exit.DONE if argv or not words else Exit.REFUSED
+            from rayapp.jobs import JobError
+            from rayapp.observe.status import NoRun
+
             try:
                 return function(argv)
-            except StorageError as error:
+            except (StorageError, JobError) as error:
                 print(f"failed: {error}", file=sys.stderr)
                 return Exit.FAILED
+            except NoRun as error:
+                print(error, file=sys.stderr)
+                return Exit.REFUSED
 
         return run
 

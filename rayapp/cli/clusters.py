@@ -26,7 +26,7 @@ RENDER = """rayapp render ecs|kuberay [CONFIG.yaml] [--section.field=value ...]
   --market=MARKET      on-demand, spot or capacity-block (which needs --reservation=ID)
   --efa=auto           true: require Elastic Fabric Adapters; false: do not use them
   --components=LIST    KubeRay: autoscaling,kueue,lustre,spot or some of them; --lustre=JSON
-  --nodes=autoscaled   KubeRay, with autoscaling: your own cluster autoscaler adds nodes
+                       (autoscaling: nodes are added by a cluster autoscaler that you install)
   --api_cidrs=LIST     KubeRay: comma-separated networks that may reach EKS's API server
   --prometheus=URL     your Prometheus, as the head reaches it
   --grafana=URL        your Grafana; with both, Ray's dashboard shows their charts
@@ -93,8 +93,8 @@ def capacity(argv: list[str]) -> int:
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from rayapp.cluster.capacity import start, wait_for_workers
     from rayapp.cluster.connect import NotReachable
+    from rayapp.cluster.hosts import start, wait_for_workers
     from rayapp.config import arguments
 
     home, asked, problems = _asked(argv, {"wait_s": "1800"})

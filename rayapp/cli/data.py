@@ -68,7 +68,7 @@ def prepare(argv: list[str]) -> int:
     from rayapp.driver.output import captured
     from rayapp.driver.ray_session import connected, tell_ray
     from rayapp.jobs import secrets
-    from rayapp.jobs.ray_address import address_of
+    from rayapp.jobs.client import ray_address
     from rayapp.observe.activity import Phases
     from rayapp.observe.plain import Console
 
@@ -82,7 +82,7 @@ def prepare(argv: list[str]) -> int:
         with Heartbeat(phases, Console(force_jupyter=False), tail):
             phases.begin("checking config, model and data")
             ready = check(config, None, 0)
-            address = address_of(config)
+            address = ray_address(config)
             phases.begin(f"starting Ray ({address})")
             # Of the cluster only CPUs are asked for: those of the tasks.
             fields = {"workers": "1", "gpu": "false", "resources": {}}

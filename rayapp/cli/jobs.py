@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import cast
 
 import yaml
 
 from rayapp.cli import Command, documented
 from rayapp.config import ConfigError, arguments, parse_yaml
-from rayapp.jobs import JobError, SubmitOptions
+from rayapp.jobs import SubmitOptions
 from rayapp.jobs.find import job
 from rayapp.jobs.handle import Job
-from rayapp.jobs.submission import Again
+from rayapp.jobs.remote import Again
 from rayapp.observe.run_folder import EXIT_CODES, Exit
-from rayapp.observe.status import NoRun
 
 RUN = "RUN (a run's folder, or its name with --storage or on the cluster)"
 WHERE = {"storage": "none", "address": "none"}
@@ -61,7 +59,6 @@ EXPLAINED = {  # what many commands take
     "--follow": "--follow       print the driver's output; return the run's exit code",
     "--wait": "--wait         wait until the run ends; return the run's exit code",
     "--wait_s": "--wait_s=600   seconds to wait until the run has saved and ended; 0 does not wait",
-    "--hard": "--hard=true    end the job through Ray if it still runs then; false: do not",
 }
 
 SHIPPED = {"working_dir": "none", "pip": "", "env": "{}", "secrets": "{}", "tags": "{}"}
@@ -69,7 +66,7 @@ SHIPPED |= {"driver_cpus": "0", "driver_memory_gib": "0", "address": "none"}
 
 
 def command(text: str) -> Callable[[Command], Command]:
-    """Print the text if help is asked for, and say in one line what a cluster or storage says.
+    """Print the text if help is asked for.
 
     An option of the text's first line that no other line explains is explained as in EXPLAINED.
     """
@@ -80,24 +77,7 @@ def command(text: str) -> Callable[[Command], Command]:
     lines = [f"  {EXPLAINED[option]}" for option in options]
     if " RUN" in usage:
         lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
-    whole = "\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")]))
-
-    def decorate(function: Command) -> Command:
-        @documented(whole)
-        @wraps(function)
-        def run(argv: list[str]) -> int:
-            try:
-                return function(argv)
-            except JobError as error:
-                print(f"failed: {error}", file=sys.stderr)
-                return Exit.FAILED
-            except NoRun as error:
-                print(error, file=sys.stderr)
-                return Exit.REFUSED
-
-        return run
-
-    return decorate
+    return documented("\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")])))
 
 
 @command(SUBMIT)
@@ -111,8 +91,7 @@ def submit(argv: list[str]) -> int:
 @command(PREFLIGHT)
 def preflight(argv: list[str]) -> int:
     """Check a cluster, in a job of its own; return what it finds: 0 nothing, 1 something."""
-    from rayapp.cluster.preflight.__main__ import OPTIONS
-    from rayapp.cluster.preflight.job import send
+    from rayapp.cluster.preflight import OPTIONS, send
 
     config, asked = arguments.read(arguments.flags(argv, {"json"}), {**SHIPPED, **OPTIONS})
     own = {name: asked[name] for name in OPTIONS}
@@ -165,15 +144,11 @@ def logs(argv: list[str]) -> int:
     return Exit.DONE
 
 
-@command("rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600] [--hard=true]")
+@command("rayapp stop RUN [--storage=URL] [--address=URL] [--wait_s=600]")
 def stop(argv: list[str]) -> int:
     """Have a run save and leave; its job is ended if it has not after wait_s."""
-    handle, asked = handle_of(argv, {"wait_s": "600", "hard": "true"})
-    if asked["hard"] not in ("true", "false"):
-        raise ConfigError([f"--hard={asked['hard']} is not valid: set true or false"])
-    state = handle.stop(
-        arguments.number("wait_s", asked["wait_s"], zero=True), asked["hard"] == "true"
-    )
+    handle, asked = handle_of(argv, {"wait_s": "600"})
+    state = handle.stop(arguments.number("wait_s", asked["wait_s"], zero=True))
     print(f"{handle.name} {state}")
     return EXIT_CODES.get(state, Exit.DONE)
 

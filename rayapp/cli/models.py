@@ -13,7 +13,6 @@ from rayapp.storage import open_storage
 
 if TYPE_CHECKING:
     from rayapp.consumers import Verdict
-    from rayapp.generation import Settings
 
 GIVE_RUN = "Give the folder of a run, <run.storage>/<run.name>"
 
@@ -66,7 +65,17 @@ def generate(argv: list[str]) -> int:
     known = {"prompt": "", "max_tokens": "256", "temperature": "0.7"}
     known |= {"chat": "none", "system": "none"}
     run, asked = arguments.read_plain(arguments.flags(argv, ["chat"]), "RUN", known)
-    settings = _settings(**asked)
+    chats = {"none": None, "true": True, "false": False}
+    if asked["chat"].lower() not in chats:
+        what = "it must be true or false. Remove it"
+        raise ConfigError([f"--chat={asked['chat']} is not valid: {what}"])
+    settings = generation.Settings(
+        arguments.whole_number("max_tokens", asked["max_tokens"]),
+        arguments.number("temperature", asked["temperature"], zero=True, endless=False),
+        chats[asked["chat"].lower()],
+        None if asked["system"] == "none" else asked["system"],
+        asked["prompt"],
+    )
     try:
         with generation.load(run) as model:
             generation.talk(model, settings)
@@ -180,21 +189,3 @@ def publish(argv: list[str]) -> int:
     for note in done.notes:
         print(note)
     return Exit.DONE
-
-
-def _settings(max_tokens: str, temperature: str, chat: str, system: str, prompt: str) -> Settings:
-    """Return the settings of generation from the texts of the options.
-
-    Raises:
-        ConfigError: one is not valid.
-    """
-    from rayapp.generation import Settings
-
-    chats = {"none": None, "true": True, "false": False}
-    if chat.lower() not in chats:
-        what = "it must be true or false. Remove it"
-        raise ConfigError([f"--chat={chat} is not valid: {what}"])
-    tokens = arguments.whole_number("max_tokens", max_tokens)
-    heat = arguments.number("temperature", temperature, zero=True, endless=False)
-    said = None if system == "none" else system
-    return Settings(tokens, heat, chats[chat.lower()], said, prompt)

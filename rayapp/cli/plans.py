@@ -84,7 +84,11 @@ def plan(argv: list[str]) -> int:
     usd_per_hour = numbers.pop("usd_per_hour")
     if numbers.pop("images") is not None:
         prepared["images"] = arguments.whole_number("images", options["images"])
-    _refuse_unsuited(config, options, usd_per_hour)
+    if isinstance(config, Config) and options["images"].lower() != "none":
+        raise ConfigError([f"--images={options['images']} is for image classifiers: remove it"])
+    if usd_per_hour is not None and len(config.cluster.choices) > 1:
+        what = f"cluster.instance is a list. Set each price in it, e.g. TYPE:spot@{usd_per_hour:g}"
+        raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
     more = {"region": options["region"], "usd_per_hour": usd_per_hour, **prepared}
     named_instance(config)  # refuses every unknown type at once
     choices = {
@@ -119,21 +123,6 @@ def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
             word = str(Path(word) / run_folder.CONFIG)
         words.append(word)
     return words, counts
-
-
-def _refuse_unsuited(
-    config: Config | VisionConfig, options: dict[str, str], usd_per_hour: float | None
-) -> None:
-    """Refuse options that this config gives no meaning.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if isinstance(config, Config) and options["images"].lower() != "none":
-        raise ConfigError([f"--images={options['images']} is for image classifiers: remove it"])
-    if usd_per_hour is not None and len(config.cluster.choices) > 1:
-        what = f"cluster.instance is a list. Set each price in it, e.g. TYPE:spot@{usd_per_hour:g}"
-        raise ConfigError([f"--usd_per_hour={usd_per_hour:g} is ambiguous: {what}"])
 
 
 def this_machine(config: RunConfig) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from rayapp.cli.jobs import WHERE, command, handle_of, or_none
@@ -25,7 +25,6 @@ from rayapp.observe.words import UNKNOWN, clock, moment
 from rayapp.storage import Storage, StorageError, open_storage
 
 BEGIN = "Start one: rayapp finetune tiny_cpu. Find others by --storage=URL or --address=URL"
-AWS_SETTINGS = os.path.expanduser("~/.aws/config")
 WIDEST = 1000  # columns of characters
 READS_AT_ONCE = 16  # runs of a folder that `list` reads at the same time
 
@@ -63,8 +62,6 @@ def runs(argv: list[str]) -> int:
         print(f"no runs in {where}. {BEGIN}")
     else:
         _show(rows, chosen)
-    for line in _idle():
-        print(line)
     return Exit.DONE
 
 
@@ -142,30 +139,6 @@ def _show(rows: list[dict[str, Any]], fields: list[str]) -> None:
             print(f"{row['run']}: {row['reason']}")
 
 
-def _idle() -> list[str]:
-    """Return a line for each cluster that is paid for in vain; none where no AWS answers."""
-    if not (os.environ.get("AWS_DEFAULT_REGION") or os.path.exists(AWS_SETTINGS)):
-        return []
-    import boto3
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    from rayapp.cluster.idle import idle_clusters
-
-    session = boto3.Session()
-    if session.region_name is None or session.get_credentials() is None:
-        return []
-    patience = Config(connect_timeout=2, read_timeout=10, retries={"total_max_attempts": 1})
-    client = partial(session.client, config=patience)
-    try:
-        account = str(client("sts").get_caller_identity()["Account"])
-        return idle_clusters(account, session.region_name, client, open_storage)
-    except BotoCoreError:  # there is no way to AWS from here
-        return []
-    except (ClientError, StorageError) as error:
-        return [f"idle clusters are not known: {error}"]
-
-
 @command("rayapp status RUN [--storage=URL] [--address=URL] [--json]")
 def status(argv: list[str]) -> int:
     """Say how a run is getting on; 0 while it is, else what it returned."""
@@ -199,20 +172,11 @@ def _of_cluster(address: str | None) -> list[dict[str, Any]]:
     from rayapp.jobs import JobsClient
 
     rows: list[dict[str, Any]] = []
-    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()):
-        job = info.submission_id
-        if url is None:
-            row: dict[str, Any] | None = _values(info.storage or UNKNOWN, info.status.lower(), None)
-            why = {"reason": "its command line does not say which run of this folder it is"}
-        else:
-            row, why = _row(url, partial(_on_cluster, url, address, job)), {}
+    for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()).items():
+        row = _row(url, lambda url=url, id=info.submission_id: Job(url, address, id).snapshot()[:2])
         if row is not None:
-            rows.append({**row, **why, "job": job})
+            rows.append({**row, "job": info.submission_id})
     return rows
-
-
-def _on_cluster(url: str, address: str | None, job: str) -> tuple[str, Progress | None]:
-    return Job(url, address, job).snapshot()[:2]
 
 
 def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from rayapp.jobs.find import UNREADABLE, local_storage, located, reason_of
 from rayapp.observe.records import Plan
 from rayapp.observe.run_folder import DONE, EVENTS, LEASE, LIVE, OWN, PREPARED, RUN_ID, Exit
 from rayapp.observe.status import NoRun, is_run, read_plan, summary
-from rayapp.observe.words import UNKNOWN, clock
+from rayapp.observe.words import UNKNOWN, clock, number_of_bytes
 from rayapp.storage import Entry, Storage, open_storage
 
 DAY_S = 86_400.0
@@ -107,11 +107,11 @@ def du(argv: list[str]) -> int:
         for one in sorted(items, key=lambda each: -each.num_bytes):
             by = f"({one.state})" if one.state else ", ".join(one.needed_by) or "no run"
             age = f"{clock(max(0.0, time.time() - one.used_s))} ago" if one.used_s else UNKNOWN
-            cells = (f"{kind} {one.name}", _size(one.num_bytes), age, by)
+            cells = (f"{kind} {one.name}", number_of_bytes(one.num_bytes), age, by)
             table.add_row(*map(Text, cells))
-    note = f"{_size(unneeded)} by no rows" if unneeded else ""
-    table.add_row("tokens", _size(_bytes(space.tokens)), "", note)
-    table.add_row("tokenizers, models", _size(space.tokenizer_bytes), "", "")
+    note = f"{number_of_bytes(unneeded)} by no rows" if unneeded else ""
+    table.add_row("tokens", number_of_bytes(_bytes(space.tokens)), "", note)
+    table.add_row("tokenizers, models", number_of_bytes(space.tokenizer_bytes), "", "")
     Console().print(table)
     print(f"in {root.url}")
     for run in space.runs:
@@ -138,7 +138,7 @@ def rm(argv: list[str]) -> int:
         what = f"is no run: it has no {RUN_ID} and no {EVENTS} of a run"
         raise ConfigError([f"run={run.url} {what}. Give the folder of a run"])
     files, stays = _sorted_out(run, OWN)
-    own, size = [file.name for file in files], _size(_bytes(files))
+    own, size = [file.name for file in files], number_of_bytes(_bytes(files))
     parts = dict.fromkeys(name.split("/")[0] for name in own)
     print(f"{run.url}: {size} in {', '.join(parts)}{stays}")
     if asked["dry_run"] == "true":
@@ -228,8 +228,9 @@ def prune(argv: list[str]) -> int:
         _delete(root, [f"{PREPARED}/{TOKENS}/{entry.name}" for entry in blocks])
     done = "would remove" if asked["dry_run"] == "true" else "removed"
     rows_size = sum(rows.num_bytes for rows in gone)
-    print(f"{done} rows of {len(gone)} recipes ({_size(rows_size)}) and {len(blocks)} blocks of")
-    print(f"tokens ({_size(_bytes(blocks))}) from {root.url}/{PREPARED}{stays}")
+    print(f"{done} rows of {len(gone)} recipes ({number_of_bytes(rows_size)}) and {len(blocks)}")
+    tokens = number_of_bytes(_bytes(blocks))
+    print(f"blocks of tokens ({tokens}) from {root.url}/{PREPARED}{stays}")
     return Exit.DONE
 
 
@@ -299,8 +300,3 @@ def _root(storage: str) -> Storage:
 
 def _bytes(entries: list[Entry]) -> int:
     return sum(entry.size for entry in entries)
-
-
-def _size(num_bytes: int) -> str:
-    gib = num_bytes / 2**30
-    return f"{gib:,.1f} GiB" if gib >= 1 else f"{num_bytes / 2**20:,.1f} MiB"

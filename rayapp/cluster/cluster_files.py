@@ -142,7 +142,6 @@ def _values(
         "instance": worker.instance.name,
         "group": "workers",
         "group_index": 0,
-        "nodes": workers.max_nodes,
         "replicas": workers.max_nodes,
         "min_nodes": workers.min_nodes,
         "max_nodes": workers.max_nodes,

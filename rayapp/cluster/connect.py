@@ -15,20 +15,19 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 DASHBOARD_PORT = 8265
 FORWARD_POLL_S = 0.5
 FORWARDED_S = 60.0  # until the forwarding command has opened its port
 SECRET_KEY = "auth_token"  # in the Secret that KubeRay creates under the cluster's name
 ERROR_LETTERS = 500
-SOCKETS = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
-LISTEN = "0A"  # their state of a socket that listens
 
 
 class NotReachable(RuntimeError):
@@ -207,24 +206,12 @@ def _taken(port: int) -> bool:
 
 
 def _listens(session: int, port: int) -> bool:
-    """Say whether processes of a session listen on a local port, and no others.
-
-    Without Linux's /proc, whoever listens is taken to be of the session.
-    """
-    tables = [path.read_text().splitlines()[1:] for path in SOCKETS if path.exists()]
-    if not tables:
-        return _taken(port)
-    sockets = {
-        f"socket:[{inode}]"
-        for _, local, _, state, *_, inode in (line.split()[:10] for line in chain(*tables))
-        if state == LISTEN and int(local.rpartition(":")[2], 16) == port
-    }
-    return bool(sockets) and sockets <= set(_files(session))
-
-
-def _files(session: int) -> Iterator[str]:
-    """Yield what each open file of a session's processes is, as /proc names it."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile, or is another user's
-            if os.getsid(int(folder.name)) == session:
-                yield from (os.readlink(path) for path in (folder / "fd").iterdir())
+    """Say whether a process of a session listens on a local port."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended meanwhile, or is another user's
+            if os.getsid(process.pid) == session and any(
+                one.status == psutil.CONN_LISTEN and one.laddr.port == port
+                for one in process.net_connections("tcp")
+            ):
+                return True
+    return False

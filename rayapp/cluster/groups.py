@@ -58,7 +58,7 @@ def groups_of(
         kind, market = fleet.choice.place
         variables = machine_variables(fleet.worker, WORKER_DISK_GIB)
         if len(fleets) == 1:
-            autoscaled = options.nodes == "autoscaled"
+            autoscaled = "autoscaling" in options.components
             variables |= {
                 "nodes": 0 if autoscaled else fleet.max_nodes,
                 "max_nodes": fleet.max_nodes,

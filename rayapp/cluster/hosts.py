@@ -1,4 +1,7 @@
-"""The workers of infra/ecs and infra/eks, and the Auto Scaling groups that start their hosts.
+"""Start the workers of infra/ecs or infra/eks where EC2 has room, and say why where it has none.
+
+    start("ecs", "rayapp", client, 1800, print)     # client(service) returns a boto3 client
+    wait_for_workers("ecs", "rayapp", client, 1800, print)
 
 ECS: services, whose capacity providers start the hosts. EKS: node groups, each an Auto Scaling
 group, and the groups of pods of the same names in the rendered RayCluster. Where cluster.instance
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +26,10 @@ DESCRIBED = 10  # the most services in one request
 UNPROTECTED = 50  # the most instances in one request
 PREFERRED = re.compile(r"(worker-)?[0-9]-")  # the number is the choice's place in the list
 
+POLL_S = 15.0
+
 Client = Callable[[str], Any]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,8 @@ class HostGroup:
         (told,) = answer["AutoScalingGroups"]
         return told
 
-    def activities(self) -> list[Any]:
-        """Return the newest activities of its Auto Scaling group."""
-        return activities_of(self.hosts, self.client, ACTIVITIES)
-
-    def want_hosts(self, most: int) -> None:
-        """Ask for so many hosts."""
+    def want(self, most: int) -> None:
+        """Ask for hosts: of EKS nodes, whose pods follow when all of them have come."""
         asked = {"AutoScalingGroupName": self.hosts, "DesiredCapacity": most}
         self.client("autoscaling").set_desired_capacity(**asked, HonorCooldown=False)
 
@@ -82,16 +85,12 @@ class Service(HostGroup):
                 InstanceIds=ids[first : first + UNPROTECTED],
                 ProtectedFromScaleIn=False,
             )
-        self.want_hosts(0)
+        super().want(0)
 
 
 @dataclass(frozen=True)
 class NodeGroup(HostGroup):
     """A node group of EKS, sized by its Auto Scaling group as the autoscaler does, and its pods."""
-
-    def want(self, most: int) -> None:
-        """Ask for nodes; pods follow when all of them have come."""
-        self.want_hosts(most)
 
     def running(self, most: int) -> int:
         """Return how many of its pods are ready; ask for them when its nodes are there."""
@@ -103,10 +102,59 @@ class NodeGroup(HostGroup):
     def end(self) -> None:
         """End its pods, which get time to save, and its nodes, which EKS drains."""
         _set_pods(self.name, 0)
-        self.want_hosts(0)
+        self.want(0)
 
 
-def groups_of_list(home: str, name: str, client: Client) -> Sequence[Service | NodeGroup]:
+def start(home: str, name: str, client: Client, seconds: float, say: Say) -> str | None:
+    """Start the first group of a list that can be had whole; return its name.
+
+    A group that EC2 refuses a host for, or whose workers do not run after so many seconds, is ended
+    before the next one starts. A group that is wanted already is the first to be tried. Returns
+    None if the cluster is not rendered for a list.
+
+    Raises:
+        NotReachable: none can be had, with each reason.
+    """
+    groups = _groups_of_list(home, name, client)
+    groups.sort(key=lambda one: (-one.wanted, one.name))
+    reasons = list[str]()
+    for number, group in enumerate(groups):
+        why = _try(group, seconds)
+        if why is None:
+            say(f"{group.name} is up")
+            for other in groups[number + 1 :]:
+                if other.wanted:
+                    other.end()
+            return group.name
+        group.end()
+        reasons.append(f"{group.name} cannot be had: {why}")
+        say(reasons[-1])
+    if not groups:
+        return None
+    raise NotReachable(
+        f"no group of cluster.instance can be had: {'; '.join(reasons)}. Run the same again later, "
+        "or add an instance type, a market or a zone"
+    )
+
+
+def _try(group: Service | NodeGroup, seconds: float) -> str | None:
+    """Start all workers of a group; return why they do not run, None if they do."""
+    most = int(group.scaling_group()["MaxSize"])
+    before = [one["ActivityId"] for one in activities_of(group.hosts, group.client)]
+    known = before[1:] if group.wanted else before  # its newest may be why it is not complete
+    group.want(most)
+    until = time.monotonic() + seconds
+    while (running := group.running(most)) < most:
+        seen = activities_of(group.hosts, group.client)
+        if why := refusal([one for one in seen if one["ActivityId"] not in known]):
+            return why
+        if time.monotonic() > until:
+            return f"{running} of {most} workers run after {seconds:.0f} s"
+        time.sleep(POLL_S)
+    return None
+
+
+def _groups_of_list(home: str, name: str, client: Client) -> list[Service | NodeGroup]:
     """Return the groups of a list; none where one type is rendered.
 
     Raises:
@@ -119,7 +167,7 @@ def groups_of_list(home: str, name: str, client: Client) -> Sequence[Service | N
             for told in _services(stack, client)
             if PREFERRED.match(one := told["serviceName"])
         ]
-    hosts, groups = _node_groups(stack, client), list[NodeGroup]()
+    hosts, groups = _node_groups(stack, client), list[Service | NodeGroup]()
     pods = {spec["groupName"]: spec.get("replicas", 0) for spec in _specs()}
     for group in (group for group in hosts if PREFERRED.match(group)):
         if group not in pods:
@@ -130,6 +178,27 @@ def groups_of_list(home: str, name: str, client: Client) -> Sequence[Service | N
         nodes = int(NodeGroup(group, hosts[group], 0, client).scaling_group()["DesiredCapacity"])
         groups.append(NodeGroup(group, hosts[group], max(nodes, pods[group]), client))
     return groups
+
+
+def wait_for_workers(home: str, name: str, client: Client, seconds: float, say: Say) -> None:
+    """Wait until all tasks or pods run; say each reason why some do not, once while it lasts.
+
+    Raises:
+        NotReachable: some do not after so many seconds.
+    """
+    missing = missing_tasks if home == "ecs" else missing_pods
+    until, before = time.monotonic() + seconds, list[str]()
+    while lines := missing(name, client):
+        for line in lines:
+            if line not in before:
+                say(line)
+        before = lines
+        if time.monotonic() > until:
+            raise NotReachable(
+                f"{lines[0]}. rayapp has waited {seconds:.0f} s. Take another cluster.instance, "
+                "zone or market"
+            )
+        time.sleep(POLL_S)
 
 
 def missing_tasks(name: str, client: Client) -> list[str]:
@@ -160,7 +229,7 @@ def missing_pods(name: str, client: Client) -> list[str]:
     return [f"the Ray cluster is incomplete: {ready} of {wanted} workers are ready, {why}"]
 
 
-def activities_of(hosts: str, client: Client, most: int) -> list[Any]:
+def activities_of(hosts: str, client: Client, most: int = ACTIVITIES) -> list[Any]:
     """Return the newest activities of an Auto Scaling group."""
     asked = {"AutoScalingGroupName": hosts, "MaxRecords": most}
     return list(client("autoscaling").describe_scaling_activities(**asked)["Activities"])

@@ -31,7 +31,6 @@ SERVER = r"https?://[^\s\"'\\${}]+"
 CHOICES = {
     "market": ("on-demand", "spot", "capacity-block"),
     "efa": ("auto", "true", "false"),
-    "nodes": ("fixed", "autoscaled"),
 }
 ROOT = Path(__file__).parents[2]
 # What cluster/Dockerfile copies, and the Dockerfile itself.
@@ -62,8 +61,6 @@ class Options:
     components: tuple[str, ...] = ()
     api_cidrs: tuple[str, ...] = ()
     """EKS: networks that may reach the API server over the internet; empty: the VPC alone."""
-    nodes: str = "fixed"
-    """EKS: fixed, or autoscaled by a cluster autoscaler that is not part of the stack."""
     lustre: str | None = None
     """Terraform's output `lustre` as JSON, for the component lustre."""
     prometheus: str | None = None
@@ -108,7 +105,6 @@ def image_tag(root: Path = ROOT) -> str:
 def option_problems(platform: str, options: Options) -> list[str]:
     """Return every problem of the options alone, without the config."""
     ecs, components = platform == "ecs", options.components
-    scaling, autoscaled = "autoscaling" in components, options.nodes == "autoscaled"
     no_block = options.market == "capacity-block" and options.reservation is None
     no_volume = "lustre" in components and options.lustre is None
     checks = {
@@ -123,13 +119,8 @@ def option_problems(platform: str, options: Options) -> list[str]:
         "queue is impossible: ECS has no Kueue. Leave it out": ecs and options.queue is not None,
         "lustre=none is missing: the volume is that of infra/eks. "
         'Set --lustre="$(terraform -chdir=infra/eks output -json lustre)"': no_volume,
-        "component autoscaling is impossible: the stack has no cluster autoscaler, so the workers "
-        "would wait for nodes for ever. Install one and set --nodes=autoscaled, or leave the "
-        "component out": scaling and not autoscaled,
         "components autoscaling and kueue exclude each other: Kueue admits no cluster that Ray's "
-        "autoscaler scales. Leave one out": scaling and "kueue" in components,
-        "nodes=autoscaled is impossible: workers of a fixed number keep their nodes. Set "
-        "--components=autoscaling too": autoscaled and not scaling,
+        "autoscaler scales. Leave one out": {"autoscaling", "kueue"} <= set(components),
     }
     for field, allowed in CHOICES.items():
         text = f"{field}={getattr(options, field)} is unknown. Set one of {', '.join(allowed)}"

@@ -33,7 +33,7 @@ from rayapp.driver.ray_workers import RayWorkers
 from rayapp.driver.stop import Budget, Stop, StopAsked, budget_problems, short_wait, watching
 from rayapp.driver.supervise import AfterFailure, Command, as_it_stands, fit
 from rayapp.jobs import secrets
-from rayapp.jobs.ray_address import address_of
+from rayapp.jobs.client import ray_address
 from rayapp.jobs.results import Result
 from rayapp.observe.activity import Phases
 from rayapp.observe.events import Journal, submission_id
@@ -121,7 +121,7 @@ def _run(
     on_step: Callable[[MetricsLine], None] | None,
 ) -> RunResult:
     """Check the config, hold the lease and connect to Ray; then train."""
-    phases, address = heartbeat.phases, address_of(config)
+    phases, address = heartbeat.phases, ray_address(config)
     local = address == "local"
     cores, gpus_of_machine = (os.cpu_count() or 1, gpus_here()) if local else (None, 0)
     phases.end("import")

@@ -64,13 +64,8 @@ class Instance:
     """On-demand price by region; absent: not known. See PRICE_SOURCE, PRICE_DATE."""
     efa_interfaces: int = 0
     """The most it can have; each on a network card of its own."""
-    network_cards: int = 1
-    interfaces_per_card: int | None = None
-    """The most ENA and EFA interfaces that one card can have."""
     first_efa_card: int = 0
     """Index of the first card with EFA: 1 on p6-b300, whose card 0 has none."""
-    local_disk_gib: float | None = None
-    """NVMe instance store, all disks together; None: there is none."""
     architectures: tuple[str, ...] = ("x86_64",)
 
 
@@ -164,7 +159,6 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
 
 def _instance(row: Mapping[str, str]) -> Instance:
     prices = {name: _number(cell) for name, cell in row.items() if name.count("-") == 2}
-    per_card = row["interfaces_per_card"]
     return Instance(
         name=row["name"],
         gpu=GPUS[row["gpu"]] if row["gpu"] else None,
@@ -174,10 +168,7 @@ def _instance(row: Mapping[str, str]) -> Instance:
         network_bits_per_s=float(row["network_gbit_per_s"]) * 1e9,
         usd_per_hour={region: usd for region, usd in prices.items() if usd is not None},
         efa_interfaces=int(row["efa_interfaces"]),
-        network_cards=int(row["network_cards"]),
-        interfaces_per_card=int(per_card) if per_card else None,
         first_efa_card=int(row["first_efa_card"]),
-        local_disk_gib=_number(row["disk_gb"], 1e9 / GIB),
     )
 
 

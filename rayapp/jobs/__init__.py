@@ -7,12 +7,10 @@
 package.py     build a Submission: entrypoint, runtime environment, zipped working directory
 private.py     refuse working directories with secrets or with links out of the folder
 secrets.py     pass secrets to a job as ARNs
-ray_address.py which Ray cluster a config means
-client.py      submit, list, follow and stop jobs over Ray's Jobs API
-submission.py  send a run to a cluster, and read and write its submission.json
+client.py      submit, list, follow and stop jobs over Ray's Jobs API; addresses of clusters
 handle.py      submit, Job
 find.py        job, runs
-remote.py      the jobs of a run on the user's cluster
+remote.py      send a run to the user's cluster, and find its jobs there
 results.py     read a run's config, steps and result from its folder
 notebook.py    the live view as HTML, with buttons where ipywidgets is installed
 terminal.py    the live view in a terminal

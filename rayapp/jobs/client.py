@@ -10,28 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shlex
+import re
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config import KINDS, ConfigError
+from rayapp.config import ConfigError, RunConfig
 from rayapp.hardware import GIB
-from rayapp.jobs.package import RUN_KEY, STOP_WAIT, TAG_PREFIX, Submission
+from rayapp.jobs.package import RUN_KEY, STOP_WAIT, Submission
 from rayapp.observe.words import last_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+ANSWER_S = 10.0  # limit of a TCP connection
 RAY_STOP_WAIT_S = 3.0  # Ray's own default
 HERE, BY_DEFAULT = "http://127.0.0.1:8265", "by default"
 VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-TRAINS = {kind.MODULE for kind in KINDS.values()}  # a job that runs one of these modules trains
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
 RECONNECT_S = 60.0  # how long `follow` tries to reach a cluster that does not answer
@@ -57,16 +57,11 @@ class JobInfo:
     submission_id: str
     status: str
     """PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
-    trains: bool
-    """Whether its entrypoint trains a run."""
     run_url: str | None
-    """Folder of the run that it trains; None: neither the metadata nor the entrypoint name it."""
-    storage: str | None
-    """run.storage in the entrypoint; None: it names none, or a relative folder."""
+    """The folder that its metadata names, by `submit` or by its driver; None: they name none."""
     stop_wait_s: float
     """Seconds between SIGTERM and SIGKILL when it is stopped: from its runtime environment, else
     Ray's default."""
-    tags: dict[str, str]
     message: str
     exit_code: int | None
     started_s: float | None
@@ -91,6 +86,40 @@ def address_of(address: str | None = None) -> tuple[str, str]:
         if value.startswith(("http://", "https://")):
             return value.rstrip("/"), name
     return HERE, BY_DEFAULT
+
+
+def ray_address(config: RunConfig) -> str:
+    """Return the connected cluster's address, else cluster.address, else RAY_ADDRESS, else `local`.
+
+    `local` means that Ray is to be started on this machine.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def check_answers(address: str) -> None:
+    """Refuse a host:port where nothing listens, as Ray itself would keep trying for a minute.
+
+    Addresses of another form, such as `local` or ray://, are not checked.
+
+    Raises:
+        ConfigError: naming what to set.
+    """
+    place = re.fullmatch(r"\[?(.+?)\]?:(\d+)", address)
+    if place is None or "://" in address:
+        return
+    try:
+        socket.create_connection((place[1], int(place[2])), timeout=ANSWER_S).close()
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"cluster.address={address} is not reachable: {error.strerror or error}. Set the "
+                "address of a head node's GCS, e.g. 10.0.0.1:6379, or `local`"
+            ]
+        ) from None
 
 
 class JobsClient:
@@ -222,16 +251,9 @@ class JobsClient:
                 logger.debug("following %s again: %s", submission_id, error)
             time.sleep(POLL_S)
 
-    def wait(self, submission_id: str, timeout_s: float | None = None) -> JobInfo:
-        """Wait until a job has ended; return what the cluster then reports about it.
-
-        Raises:
-            TimeoutError: it has not, in time.
-        """
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+    def wait(self, submission_id: str) -> JobInfo:
+        """Wait until a job has ended; return what the cluster then reports about it."""
         while not (info := self.info(submission_id)).ended:
-            if until is not None and time.monotonic() > until:
-                raise TimeoutError(f"job {submission_id} has not ended after {timeout_s:.0f} s")
             time.sleep(POLL_S)
         return info
 
@@ -266,49 +288,17 @@ def _chunks(client: JobSubmissionClient, submission_id: str, skip: int) -> Itera
 
 def _info(job: Any) -> JobInfo:
     metadata = job.metadata or {}
-    tags = {k.removeprefix(TAG_PREFIX): v for k, v in metadata.items() if k.startswith(TAG_PREFIX)}
-    trained = run_of(job.entrypoint or "")
-    storage, name = trained or (None, None)
-    named = f"{storage.rstrip('/')}/{name}" if storage and name else None
     variables = (job.runtime_env or {}).get("env_vars") or {}
     wait_s = str(variables.get(STOP_WAIT, ""))
     return JobInfo(
         submission_id=job.submission_id,
         status=str(getattr(job.status, "value", job.status)),
-        trains=trained is not None,
-        run_url=metadata.get(RUN_KEY, named),
-        storage=storage,
+        run_url=metadata.get(RUN_KEY),
         stop_wait_s=float(wait_s) if wait_s.isdecimal() else RAY_STOP_WAIT_S,
-        tags=tags,
         message=job.message or "",
         exit_code=job.driver_exit_code,
         started_s=None if job.start_time is None else job.start_time / 1000.0,
     )
-
-
-def run_of(entrypoint: str) -> tuple[str | None, str | None] | None:
-    """Return run.storage and run.name from a command line; None if it does not train.
-
-    A relative run.storage is returned as None: it is a folder on the cluster, out of reach here.
-
-    >>> run_of("python -m rayapp.finetune c.yaml --run.storage=s3://b/runs --run.name demo")
-    ('s3://b/runs', 'demo')
-    >>> run_of("python other.py --run.storage=s3://b/runs")
-    """
-    try:
-        words = shlex.split(entrypoint)
-    except ValueError:  # an unclosed quotation mark
-        return None
-    if not any(word == "-m" and module in TRAINS for word, module in pairwise(words)):
-        return None
-    options = dict[str, str]()
-    for word, following in pairwise([*words, ""]):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in ("run.storage", "run.name"):
-            options[name] = value if equals else following
-    storage = options.get("run.storage", "")
-    known = "://" in storage or os.path.isabs(storage)
-    return (storage if known else None), options.get("run.name")
 
 
 def _with_scheme(address: str) -> str:

@@ -93,7 +93,7 @@ def runs(*, storage: str | None = None, address: str | None = None) -> Runs:
         folders = [(root / name) for name in root.dirs() if not name.startswith(".")]
         return Runs(Job(run.url, address) for run in folders if left_by_a_run(run))
     known = runs_of(JobsClient.at(address, check_version=False).jobs())
-    return Runs(Job(url, address, info.submission_id) for url, info in known if url is not None)
+    return Runs(Job(url, address, info.submission_id) for url, info in known.items())
 
 
 def local_storage() -> str | None:

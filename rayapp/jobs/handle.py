@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from rayapp.config import ConfigError, RunConfig, load
 from rayapp.jobs import JobError, SubmitOptions, results
 from rayapp.jobs.client import Unreachable
-from rayapp.jobs.remote import RemoteJob
-from rayapp.jobs.submission import Again, options_again, send
+from rayapp.jobs.remote import Again, RemoteJob, options_again, send
 from rayapp.observe.columns import ACCOUNTED, Columns, Follower
 from rayapp.observe.run_folder import (
     DONE,
@@ -33,7 +32,7 @@ from rayapp.observe.run_folder import (
     STOP,
     STOPPED,
 )
-from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read, until_exit
+from rayapp.observe.status import LIVE_S, VANISHED, NoRun, Progress, read, read_result, until_exit
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -203,12 +202,11 @@ class Job:
         """Yield the driver's output until the run ends, from the cluster or the run's folder."""
         return self._remote.follow(lambda: self.status() in EXIT_CODES)
 
-    def stop(self, wait_s: float = 600.0, hard: bool = True) -> str:
+    def stop(self, wait_s: float = 600.0) -> str:
         """Ask the run to save and exit, wait up to `wait_s` seconds, then have Ray end its job.
 
         Returns the status. `wait_s=0` asks and does not wait. Ray is asked to stop the job from
-        the start, if it gives the job at least a minute to save (`submit` sets 600 s). With
-        `hard=False` Ray is not asked, and TimeoutError is raised if the run has not ended in time.
+        the start, if it gives the job at least a minute to save (`submit` sets 600 s).
         A job that is pending or starting has nothing to save, and its driver would take the file
         STOP for an older one: Ray ends it at once, and a wait for that has no limit.
         """
@@ -217,18 +215,16 @@ class Job:
             if before == LOST:  # KubeRay starts a lost driver again, which then finds the file
                 self.run.write(STOP, b"asked\n")
             return before
-        if before == PENDING or (before == STARTING and hard):
+        if before in (PENDING, STARTING):
             self._remote.end()
             return self.wait() if wait_s else self.status()
         self.run.write(STOP, b"asked\n")
-        asked = hard and self._remote.ask_to_stop()
+        asked = self._remote.ask_to_stop()
         if wait_s == 0:
             return self.status()
         try:
             return self.wait(wait_s)
         except TimeoutError:
-            if not hard:
-                raise
             if not asked:
                 logger.warning("%s runs on after %.0f s: Ray ends its job", self.name, wait_s)
                 self._remote.end()
@@ -304,25 +300,27 @@ class Job:
         status = self.status()
         if status not in EXIT_CODES:
             raise JobError(f"run {self.name} is {status}: it has no result yet")
-        if (result := results.result_of(self.run)) is None:
+        if not (values := read_result(self.run)):
             raise JobError(f"run {self.name} is {status}: {self.reason()}")
-        return result
+        return results.Result({"run": self.run.url, **values})
 
     def watch(self, every_s: float = POLL_S, block: bool = False) -> str | None:
         """Show the run until it ends, redrawn every `every_s` seconds.
 
         In a terminal this returns the status at the end. In a notebook it returns None at once and
-        a thread goes on drawing; with `block` it waits as in a terminal. KeyboardInterrupt ends
-        the view, not the run, and is raised again, so that a notebook runs no further cell.
+        a thread goes on drawing; with `block` it waits for the end as in a terminal.
+        KeyboardInterrupt ends the wait, not the run, and is raised again, so that a notebook runs
+        no further cell.
         """
         from rayapp.jobs import notebook, terminal
 
         if not notebook.in_notebook():
             return terminal.show(self, every_s)
-        if block:
-            return notebook.show(self, every_s)
-        notebook.show_on(self._again, every_s)
-        return None
+        thread = notebook.show_on(self._again, every_s)
+        if not block:
+            return None
+        thread.join()
+        return self.status()
 
     def _again(self) -> Job:
         """Return another handle of the run, for another thread."""

@@ -49,18 +49,6 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def show(job: Watched, every_s: float) -> str:
-    """Redraw the view in its cell every `every_s` seconds until the run ends; return the status."""
-    from IPython.display import HTML, display
-
-    handle = display(HTML(LOOKING), display_id=True)
-    try:
-        return _redrawn(job, every_s, lambda _, text: handle.update(HTML(text)))
-    except KeyboardInterrupt:
-        display(HTML("<p>no longer watched; the run goes on</p>"))
-        raise
-
-
 def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread:
     """Start a thread that redraws the view in its cell until the run ends or an error occurs.
 
@@ -82,7 +70,11 @@ def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread
 
     def draw(job: Watched) -> None:
         try:
-            _redrawn(job, every_s, show)
+            status = ""
+            while status not in EXIT_CODES:
+                time.sleep(every_s if status else 0.0)
+                status, text = drawn(job)
+                show(status, text)
         except Exception as error:  # nothing can catch it outside this thread: show it in the cell
             show("", f"<p>no longer watched: {escaped(str(error))}</p>")
 
@@ -93,16 +85,6 @@ def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread
         return thread
 
     return watch()
-
-
-def _redrawn(job: Watched, every_s: float, show: Callable[[str, str], object]) -> str:
-    """Call `show(status, HTML)` until the run has ended; return the status."""
-    while True:
-        status, text = drawn(job)
-        show(status, text)
-        if status in EXIT_CODES:
-            return status
-        time.sleep(every_s)
 
 
 def drawn(job: Watched) -> tuple[str, str]:

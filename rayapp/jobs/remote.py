@@ -1,27 +1,160 @@
-"""Find the Ray jobs of a run on the user's cluster, and stop them.
+"""Send a run to the user's cluster, find its Ray jobs there, and stop them.
 
-Only submission ids are taken from the run's folder. The cluster's address is the user's: whoever
-can write to the folder could name another address, which would then be sent the cluster's token.
+`send` leaves a note in the run's folder: address, submission id and options. Of the note, the id,
+the driver's CPUs and memory, and the tags are used again. A `working_dir`, `pip`, `env` or
+`secrets` of the note, and code that the folder's config names, are never sent again unless the user
+names them: whoever can write to the folder could have put anything there. The cluster's address is
+the user's too: at another address the cluster's token would be sent to whoever listens there.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypedDict
 
-from rayapp.config import ConfigError, Run
-from rayapp.jobs import JobError, JobsClient
+from rayapp.config import ConfigError, Run, RunConfig
+from rayapp.config.code import code_in
+from rayapp.jobs import JobError, JobsClient, SubmitOptions, prepare
 from rayapp.jobs.client import BY_DEFAULT, JobInfo, Unreachable, address_of
-from rayapp.jobs.submission import ID, sent
-from rayapp.observe import attempts
+from rayapp.observe import attempts, run_folder
 from rayapp.observe.goodput import STARTED, read_events
+from rayapp.observe.run_folder import EVENTS, SUBMISSION, DamagedFile
+from rayapp.observe.status import NoRun, read
+from rayapp.observe.words import number_of_bytes
 from rayapp.storage import Storage, StorageError, open_storage
 
+ID = re.compile(r"\w[\w.:@+=~-]*")  # a submission id; it becomes part of a URL
 ADDRESS = re.compile(r"https?://[\w.:\[\]-]+")
 GRACE_S = 60.0  # a job with less time than this from SIGTERM to SIGKILL is not stopped by Ray
 
 logger = logging.getLogger("rayapp.jobs")
+
+
+class Again(TypedDict, total=False):
+    """The options that a resume takes from the user only, never from the note."""
+
+    working_dir: str | None
+    pip: tuple[str, ...]
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Note:
+    """The submission.json that `send` writes into a run's folder."""
+
+    address: str
+    submission_id: str
+    time: float
+    """Unix seconds."""
+    shipment: SubmitOptions
+
+
+def send(
+    config: RunConfig,
+    options: SubmitOptions,
+    address: str | None,
+    say: Callable[[str], None] = print,
+    check_live: bool = True,
+) -> tuple[str, str]:
+    """Submit a run as a Ray job and write its note; return the URLs of its folder and the cluster.
+
+    `say` is called with a line that names the job, and before it, if a folder is uploaded, with one
+    that says how many bytes. `check_live` refuses a run with a live driver.
+
+    Raises:
+        ConfigError: it cannot run there as described, or is running already.
+        JobError: the cluster cannot or will not.
+    """
+    order = prepare(config, options)
+    run = open_storage(order.run_url)
+    if check_live and _is_live(run):
+        raise ConfigError(
+            [
+                f"run.name={config.run.name} is running: a driver is at work on {run.url}. "
+                "Stop it, or set another run.name"
+            ]
+        )
+    cluster = JobsClient.at(address)
+    if order.package is not None:
+        size = number_of_bytes(len(order.package))
+        say(f"uploading {options.working_dir} to {cluster.address}: {size} packed")
+    submission_id = cluster.submit(order)
+    note = Note(cluster.address, submission_id, time.time(), options)
+    run.write(SUBMISSION, json.dumps(asdict(note), indent=1).encode())
+    say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
+    return order.run_url, cluster.address
+
+
+def _is_live(run: Storage) -> bool:
+    try:
+        return read(run).live
+    except NoRun:
+        return False
+
+
+def sent(run: Storage) -> Note | None:
+    """Return the note of a run; None if there is none, or the storage cannot be read.
+
+    Raises:
+        DamagedFile: the note is not as `send` writes it.
+    """
+    fix = f"Delete the file: status and logs then go by {EVENTS}"
+    try:
+        note = run_folder.read(run, SUBMISSION, Note, fix)
+    except StorageError:
+        return None
+    if note is not None and not ID.fullmatch(note.submission_id):
+        raise DamagedFile(f"{run.url}/{SUBMISSION}", "submission_id is no id", "Delete the file")
+    return note
+
+
+def options_again(
+    run: Storage, config: RunConfig, code: Collection[str], given: Again
+) -> SubmitOptions:
+    """Return the options to submit a run with again: those of its note, changed by `given`.
+
+    Of the note, nothing that `Again` lists is used without the user naming it, nor is code that the
+    folder's config names and `code` does not.
+
+    Raises:
+        ConfigError: the run was sent with something that the user has to name.
+    """
+    note, named = sent(run), code_in(config.model_dump())
+    problems = [
+        f"{field}={name} is not run again by itself: anyone who can write to {run.url} could have "
+        f"set it. If it is your code, give code={','.join(name for _, name in named)}"
+        for field, name in named
+        if name not in code
+    ]
+    if note is None:
+        if "working_dir" not in given:
+            problems.append(
+                f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
+                "not record the folder. Give it, or none to run the code of the image"
+            )
+    else:
+        problems += [
+            f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again by itself: anyone "
+            f"who can write to {run.url} could have set it. Give {name} again, or {name}=none to "
+            "leave it out"
+            for name in Again.__annotations__
+            if getattr(note.shipment, name) and name not in given
+        ]
+    if problems:
+        raise ConfigError(problems)
+    return replace(note.shipment if note else SubmitOptions(), **given)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return value if isinstance(value, str) else ",".join(value)
 
 
 class RemoteJob:
@@ -140,7 +273,7 @@ class RemoteJob:
         cluster, info = self.or_fail()
         if not is_of(info, self.run.url):
             raise JobError(
-                f"job {info.submission_id} is not stopped: its command line does not name "
+                f"job {info.submission_id} is not stopped: it does not name "
                 f"{self.run.url}. If it is a job of this run, run "
                 f"`ray job stop {info.submission_id}`"
             )
@@ -179,42 +312,18 @@ class RemoteJob:
 
 
 def is_of(info: JobInfo, run_url: str) -> bool | None:
-    """Say whether a job belongs to a run; None: the job does not tell.
-
-    A job that names run.storage but no run is taken as the run's where the storage is the same.
-    """
-    url = open_storage(run_url).url
-    if info.run_url is not None:
-        return _url(info.run_url) == url
-    if info.storage is not None:
-        return _url(info.storage) == url.rpartition("/")[0]
-    return None
-
-
-def _url(text: str) -> str | None:
-    try:
-        return open_storage(text).url
-    except StorageError:
+    """Say whether a job belongs to a run; None: the job does not tell."""
+    if info.run_url is None:
         return None
+    try:
+        return open_storage(info.run_url).url == open_storage(run_url).url
+    except StorageError:
+        return False
 
 
-def runs_of(jobs: Sequence[JobInfo]) -> Iterator[tuple[str | None, JobInfo]]:
-    """Yield (run folder, newest job) of each run; the folder is None if nothing names the run.
-
-    A job sent with `ray job submit` may name run.storage in its command line but not run.name,
-    which is then in its config file. Its run is the one whose events have the submission id.
-    """
-    by_id = dict[str, str]()
-    for storage in {info.storage for info in jobs if info.run_url is None and info.storage}:
-        by_id |= _started_in(storage)
-    newest = dict[str, JobInfo]()
-    for info in jobs:
-        url = info.run_url or by_id.get(info.submission_id)
-        if url is not None:
-            newest[url] = info
-        elif info.trains:
-            yield None, info
-    yield from newest.items()
+def runs_of(jobs: Sequence[JobInfo]) -> dict[str, JobInfo]:
+    """Return {folder of a run: its newest job}; `jobs` are in the order of their starts."""
+    return {info.run_url: info for info in jobs if info.run_url is not None}
 
 
 def find_named(name: str, address: str | None) -> tuple[str, str]:
@@ -231,28 +340,10 @@ def find_named(name: str, address: str | None) -> tuple[str, str]:
             raise
         where = f"there is no folder {Run().storage} here, and no cluster at {cluster}"
         raise ConfigError([f"run={name} is unknown: {where}. Set storage or address"]) from error
-    named = [(url, info) for url, info in runs if url and url.rpartition("/")[2] == name]
+    named = [(url, info) for url, info in runs.items() if url.rpartition("/")[2] == name]
     if not named:
         raise ConfigError(
             [f"run={name} is unknown: no job of the cluster has that name. Set storage too"]
         )
     url, newest = max(named, key=lambda run: run[1].started_s or 0.0)
     return url, newest.submission_id
-
-
-def _started_in(storage: str) -> dict[str, str]:
-    """Return {submission id: URL of the run that it started} for the runs in a folder."""
-    runs = dict[str, str]()
-    try:
-        root = open_storage(storage)
-        for name in root.dirs():
-            try:
-                events = read_events(root / name)
-            except ConfigError as error:  # damaged events: leave the run out
-                logger.debug("%s", error)
-                continue
-            ids = (event.get("submission_id") for event in events if event["event"] == STARTED)
-            runs |= {known: (root / name).url for known in ids if isinstance(known, str)}
-    except StorageError as error:
-        logger.warning("%s", error)
-    return runs

@@ -15,7 +15,7 @@ from rayapp.observe.columns import Follower
 from rayapp.observe.metrics import MetricsLine, columns_of
 from rayapp.observe.plain import escaped
 from rayapp.observe.run_folder import CHECKPOINTS, CONFIG, EXIT_CODES
-from rayapp.observe.status import read_asked, read_result, read_sections
+from rayapp.observe.status import read_asked, read_sections
 from rayapp.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -148,16 +148,6 @@ def dataframe_of(run: Storage) -> pandas.DataFrame:
     task: object = (read_sections(run) or {}).get("task")
     columns = columns_of(IMAGES if task == "vision" else TOKENS)
     return pandas.DataFrame(columns=columns, dtype=float)
-
-
-def result_of(run: Storage) -> Result | None:
-    """Return the result of a run; None if there is no result.json.
-
-    Raises:
-        DamagedFile: it is not as a run writes it.
-    """
-    values = read_result(run)
-    return Result({"run": run.url, **values}) if values else None
 
 
 def config_of(run: Storage) -> RunConfig:

@@ -20,6 +20,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from rayapp.cluster.preflight import OPTIONS, read_options
 from rayapp.cluster.preflight.assessment import assess
 from rayapp.cluster.preflight.facts import (
     ClusterFacts,
@@ -27,17 +28,14 @@ from rayapp.cluster.preflight.facts import (
     NodeReport,
     Requirements,
     requirements_of,
-    size,
 )
 from rayapp.cluster.preflight.network import busbw_mark, link_mark
 from rayapp.config import ConfigError, RunConfig, arguments
 from rayapp.jobs import secrets
 from rayapp.observe.plain import Console
 from rayapp.observe.run_folder import Exit, refused
+from rayapp.observe.words import number_of_bytes
 from rayapp.storage import StorageError, open_storage
-
-MODULE = "rayapp.cluster.preflight"
-OPTIONS = {"json": "false", "min_gbit_per_s": "none", "timeout_s": "180"}
 
 
 def main(argv: list[str]) -> int:
@@ -55,24 +53,6 @@ def main(argv: list[str]) -> int:
     except secrets.SecretError as error:
         print(f"failed: {error}", file=sys.stderr)
         return Exit.FAILED
-
-
-def read_options(asked: dict[str, str]) -> tuple[float | None, float]:
-    """Return (Gbit/s that a link must reach or None, seconds to wait for an answer).
-
-    Raises:
-        ConfigError: either is no number above 0.
-    """
-    problems, values = list[str](), dict[str, float]()
-    for name in ("min_gbit_per_s", "timeout_s"):
-        try:
-            if asked[name] != "none" or OPTIONS[name] != "none":
-                values[name] = arguments.number(name, asked[name], endless=False)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return values.get("min_gbit_per_s"), values["timeout_s"]
 
 
 def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeout_s: float) -> int:
@@ -93,7 +73,13 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
         facts = survey(config, timeout_s)
     findings = assess(facts, required)
     if as_json:
-        print(json.dumps(as_dict(facts, findings, required), indent=1))
+        values = {
+            "passed": not findings,
+            "findings": [asdict(finding) for finding in findings],
+            "not_judged": not_judged(facts, required),
+            "facts": asdict(facts),
+        }
+        print(json.dumps(values, indent=1))
     else:
         show(facts, findings, required)
     return Exit.FAILED if findings else Exit.DONE
@@ -104,30 +90,18 @@ def _connected(config: RunConfig) -> Iterator[None]:
     """Connect to the cluster or start Ray here, and shut down after; reuse a connection."""
     import ray
 
-    from rayapp.jobs.ray_address import address_of, check_answers
+    from rayapp.jobs.client import check_answers, ray_address
 
     if ray.is_initialized():
         yield
         return
-    address = address_of(config)
+    address = ray_address(config)
     check_answers(address)
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def as_dict(
-    facts: ClusterFacts, findings: list[Finding], required: Requirements
-) -> dict[str, object]:
-    """Return facts, findings and what was not judged as plain values."""
-    return {
-        "passed": not findings,
-        "findings": [asdict(finding) for finding in findings],
-        "not_judged": not_judged(facts, required),
-        "facts": asdict(facts),
-    }
 
 
 def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
@@ -148,10 +122,9 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
 def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -> None:
     """Print the page; the findings come last, next to the prompt."""
     console = Console()
-    took = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in facts.seconds.items())
     console.print(
         f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "
-        f"{facts.backend}; {took}",
+        f"{facts.backend}",
         highlight=False,
     )
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
@@ -161,8 +134,8 @@ def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -
     if facts.all_reduce is not None:
         reduced = facts.all_reduce
         console.print(
-            f"all-reduce  {size(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} ms, busbw "
-            f"{reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
+            f"all-reduce  {number_of_bytes(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} "
+            f"ms, busbw {reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
             highlight=False,
         )
     for note in not_judged(facts, required):
@@ -220,8 +193,8 @@ def _node(node: NodeReport) -> list[str]:
     return [
         str(len(seen.devices)),
         str(seen.efa_devices),
-        size(seen.shared_memory_bytes),
-        size(seen.disk_free_bytes),
+        number_of_bytes(seen.shared_memory_bytes),
+        number_of_bytes(seen.disk_free_bytes),
         f"{seen.open_files:,}",
         f"{1000 * clock.offset_s:+.0f} ± {1000 * clock.error_s:.0f} ms" if clock else "n/a",
         *("n/a" if rate is None else f"{rate / 1e6:.0f} MB/s" for rate in rates),

@@ -19,9 +19,9 @@ from rayapp.cluster.preflight.facts import (
     NodeReport,
     Requirements,
     Speed,
-    size,
 )
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
+from rayapp.observe.words import number_of_bytes
 
 # /dev/shm holds Ray's object store; NCCL puts the buffers between GPUs of a node there too, and
 # NVIDIA's containers ask for 1 GiB of it (--shm-size=1g, NCCL's guide, "Docker", 2026).
@@ -50,7 +50,6 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
         *(finding for node in facts.nodes for finding in _node(node, facts, required)),
         *_speeds(facts),
         *_kernels(facts),
-        *network.addresses(facts),
         *network.efa(facts, required),
         *network.all_reduce(facts, required),
         *network.links(facts, required),
@@ -148,14 +147,14 @@ def _limits(node: NodeReport, seen: NodeFacts) -> dict[Fault, bool]:
     return {
         (
             "shared memory (/dev/shm) is too small",
-            size(seen.shared_memory_bytes),
-            f"{size(wanted)} for Ray's object store{' and NCCL' if several else ''}",
+            number_of_bytes(seen.shared_memory_bytes),
+            f"{number_of_bytes(wanted)} for Ray's object store{' and NCCL' if several else ''}",
             "Raise linuxParameters.sharedMemorySize (ECS), the emptyDir of medium Memory at "
             "/dev/shm (Kubernetes) or --shm-size (Docker)",
         ): seen.shared_memory_bytes < wanted,
         (
             f"the disk of {seen.disk} is full",
-            f"{size(seen.disk_free_bytes)} free of {size(seen.disk_bytes)}",
+            f"{number_of_bytes(seen.disk_free_bytes)} free of {number_of_bytes(seen.disk_bytes)}",
             f"{DISK_FREE_SHARE:.0%} free: Ray writes no objects beyond that",
             "Delete what is not needed, or give it a larger disk",
         ): seen.disk_free_bytes < DISK_FREE_SHARE * seen.disk_bytes,
@@ -167,7 +166,7 @@ def _limits(node: NodeReport, seen: NodeFacts) -> dict[Fault, bool]:
         ): seen.open_files < OPEN_FILES,
         (
             "locked memory is limited, and EFA registers what it sends",
-            size(locked or 0),
+            number_of_bytes(locked or 0),
             "no limit",
             "Set ulimits.memlock to -1 (container), or LimitMEMLOCK=infinity",
         ): seen.efa_devices > 0 and locked is not None,

@@ -7,10 +7,10 @@ Units: bytes, bytes/s, FLOP/s, seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayapp.config import RunConfig
-from rayapp.hardware import GIB, Instance
+from rayapp.hardware import Instance
 from rayapp.planner.question import named_instance
 
 
@@ -21,8 +21,6 @@ class Device:
     index: int
     uuid: str
     name: str
-    driver: str
-    memory_gib: float
     ecc_errors: int | None
     """Uncorrected since the driver was loaded; None: the GPU has no ECC, or ECC is off."""
     remap_pending: bool | None
@@ -47,8 +45,6 @@ class NodeFacts:
     """The hard limit, to which Ray raises its soft limit."""
     memlock_bytes: int | None
     """None: no limit."""
-    reached_at: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Interface or host name, and address, that nccl and gloo take by themselves, where known."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +168,6 @@ class ClusterFacts:
     silences: tuple[Silence, ...] = ()
     model_problem: str | None = None
     """Why no node was asked for the kernels of the model's layers, if they were wanted."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each part of the survey."""
 
     def node(self, id: str) -> NodeReport:
         """Return the node with an id."""
@@ -212,15 +206,3 @@ def requirements_of(config: RunConfig, min_gbit_per_s: float | None = None) -> R
     gpus = {"true": True, "false": False}.get(config.cluster.gpu)
     one, several = named_instance(config), len(config.cluster.choices) > 1
     return Requirements(None if several else one, min_gbit_per_s, gpus)
-
-
-def size(count: float) -> str:
-    """Return a number of bytes as text.
-
-    >>> size(33_554_432), size(2**30)
-    ('32 MiB', '1 GiB')
-    """
-    for unit, name in ((2**40, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"

@@ -177,7 +177,7 @@ def _under_load(function: Callable[[], object], uuid: str) -> tuple[float, tuple
 
     nvml.nvmlInit()
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
         for _ in range(20):  # queued, so that the GPU is at work while NVML is asked
             function()
         clock = float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))

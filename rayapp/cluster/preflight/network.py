@@ -1,11 +1,11 @@
-"""Judge the network between the workers: addresses, EFA, the all-reduce, links between nodes."""
+"""Judge the network between the workers: EFA, the all-reduce, links between nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rayapp.cluster.preflight.facts import ClusterFacts, Finding, Link, Requirements, size
-from rayapp.cluster.preflight.node_probe import INTERFACE_VARIABLES
+from rayapp.cluster.preflight.facts import ClusterFacts, Finding, Requirements
+from rayapp.observe.words import number_of_bytes
 
 # Lowest accepted share of the network rate that EC2 states. Two p6-b300 reach 0.94 of it in
 # nccl-tests (AWS's samples, 2026); with one of 4 network cards lost that is 0.70, which must fail.
@@ -16,23 +16,6 @@ NVLINK_SHARE = 0.65
 # Gloo sends through one TCP flow, and EC2 limits a flow to 5 Gbit/s outside a cluster placement
 # group (10 in one): EC2's guide, "Amazon EC2 instance network bandwidth", 2026.
 FLOW_BITS_PER_S = 5e9
-ONE_SIDED = 3.0  # a link more than so many times slower than its way back: the sender is at fault
-
-
-def addresses(facts: ClusterFacts) -> Iterator[Finding]:
-    """Report nodes that would tell the others an address of one link alone, which none reaches."""
-    variable = INTERFACE_VARIABLES[facts.backend]
-    for node in facts.nodes if len(facts.nodes) > 1 else ():
-        reached = node.facts.reached_at.get(facts.backend) if node.facts else None
-        if reached and reached[1].startswith("169.254."):  # IPv4's link-local addresses: RFC 3927
-            yield Finding(
-                node.name,
-                f"{facts.backend} takes an address that no other node reaches",
-                f"{reached[1]} on {reached[0]}",
-                f"an address such as {node.address}",
-                f"Set {variable} to the interface of {node.address}, e.g. {variable}=eth0, where "
-                "the node's Ray is started",
-            )
 
 
 def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
@@ -73,7 +56,7 @@ def all_reduce(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]
         yield Finding(
             "cluster",
             "all-reduce is slow",
-            f"{seen.busbw / 1e9:.3g} GB/s busbw at {size(seen.size_bytes)}",
+            f"{seen.busbw / 1e9:.3g} GB/s busbw at {number_of_bytes(seen.size_bytes)}",
             f"{wanted[0] / 1e9:.3g} GB/s ({wanted[1]})",
             "Look at the links and at NCCL's network; put the nodes into one placement group",
         )
@@ -107,30 +90,18 @@ def link_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] 
 
 
 def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Report each slow link by its two nodes, and say which is at fault where that can be told."""
+    """Report each slow link by its two nodes."""
     if (wanted := link_mark(facts, required)) is None:
         return
     mark, origin = wanted
-    slow = [link for link in facts.links if link.bytes_per_s < mark]
-    for link in slow:
+    for link in facts.links:
+        if link.bytes_per_s >= mark:
+            continue
         sender, receiver = (facts.node(id).name for id in (link.sender, link.receiver))
         yield Finding(
             f"{sender} -> {receiver}",
-            f"the link is slow{_culprit(link, facts, slow)}",
+            "the link is slow",
             f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s",
             f"{mark * 8 / 1e9:.3g} Gbit/s ({origin})",
-            "Put all nodes into one placement group; replace the one at fault",
+            "Put all nodes into one placement group; replace a node whose links are all slow",
         )
-
-
-def _culprit(link: Link, facts: ClusterFacts, slow: list[Link]) -> str:
-    """Say which end of a slow link is at fault; empty if the other links do not tell."""
-    for id in (link.sender, link.receiver):
-        ways = [way for way in facts.links if id in (way.sender, way.receiver)]
-        others = {way.receiver if way.sender == id else way.sender for way in ways}
-        if len(others) > 1 and all(way in slow for way in ways):
-            return f", as are all of {facts.node(id).name}'s"
-    back = [o for o in facts.links if (o.sender, o.receiver) == (link.receiver, link.sender)]
-    if back and back[0].bytes_per_s > ONE_SIDED * link.bytes_per_s:
-        return f", in this direction alone: {facts.node(link.sender).name} sends slowly"
-    return ""

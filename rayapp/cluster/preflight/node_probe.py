@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -10,16 +9,12 @@ import platform
 import resource
 import shutil
 import socket
-import struct
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rayapp.cluster.preflight.facts import Device, NodeFacts, Probe
-from rayapp.hardware import GIB
 from rayapp.jobs import secrets
 from rayapp.storage import StorageError, open_storage
 
@@ -27,12 +22,6 @@ PROBE_BYTES = 32 * 2**20
 PACKAGES = ("ray", "torch", "transformers", "rayapp")
 SHARED_MEMORY = "/dev/shm"
 EFA_DRIVER = "efa"
-SIOCGIFADDR = 0x8915  # linux/sockios.h
-LAST = ("docker", "lo")  # NCCL takes these only where nothing else is
-INTERFACE_VARIABLES = {"nccl": "NCCL_SOCKET_IFNAME", "gloo": "GLOO_SOCKET_IFNAME"}
-
-Interfaces = Sequence[tuple[str, str]]
-"""Names and IPv4 addresses, in the kernel's order."""
 
 
 class NodeProbe:
@@ -61,7 +50,6 @@ class NodeProbe:
             disk_free_bytes=usage.free,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
-            reached_at=reached_at(interfaces(), os.environ),
         )
 
     def probe(self, url: str, mark: str) -> Probe:
@@ -121,13 +109,12 @@ def devices() -> tuple[Device, ...]:
     except nvml.NVMLError:  # no driver: no GPU
         return ()
     try:
-        driver = _text(nvml.nvmlSystemGetDriverVersion())
-        return tuple(_device(nvml, index, driver) for index in range(nvml.nvmlDeviceGetCount()))
+        return tuple(_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
     finally:
         nvml.nvmlShutdown()
 
 
-def _device(nvml: Any, index: int, driver: str) -> Device:
+def _device(nvml: Any, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     ecc = _asked(
         nvml,
@@ -139,10 +126,8 @@ def _device(nvml: Any, index: int, driver: str) -> Device:
     rows = _asked(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
     return Device(
         index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        driver=driver,
-        memory_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        name=nvml.nvmlDeviceGetName(handle),
         ecc_errors=ecc,
         remap_pending=None if rows is None else bool(rows[2] or rows[3]),  # is pending, has failed
     )
@@ -156,10 +141,6 @@ def _asked(nvml: Any, function: Any, *arguments: Any) -> Any:
         return None
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
-
-
 def _efa_devices(
     root: str = "/sys/class/infiniband_verbs", devices: str = "/dev/infiniband"
 ) -> int:
@@ -171,33 +152,3 @@ def _efa_devices(
         and os.access(Path(devices) / entry.name, os.R_OK | os.W_OK)
         for entry in Path(root).glob("uverbs*")
     )
-
-
-def interfaces() -> list[tuple[str, str]]:
-    """Return the interfaces of this node that have an IPv4 address."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in sorted(socket.if_nameindex()):
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            addresses.append((name, socket.inet_ntoa(answer[20:24])))
-    return addresses
-
-
-def reached_at(known: Interfaces, variables: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return what each backend takes by itself, where no variable names its interface.
-
-    A task of ECS has a link-local interface, the same in every task, before the one that others
-    reach. NCCL takes the first that is not a bridge of docker or the loopback (NCCL's guide,
-    "NCCL_SOCKET_IFNAME"), gloo the address of the host's name.
-    """
-    taken = dict[str, tuple[str, str]]()
-    if known and not variables.get(INTERFACE_VARIABLES["nccl"]):
-        taken["nccl"] = min(known, key=lambda one: one[0].startswith(LAST))
-    if not variables.get(INTERFACE_VARIABLES["gloo"]):
-        with suppress(OSError):  # the name has no address
-            taken["gloo"] = (name := socket.gethostname()), socket.gethostbyname(name)
-    return taken

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     """Return all facts of the connected cluster."""
-    silences, started = list[Silence](), time.monotonic()
+    silences = list[Silence]()
     nodes = [
         NodeReport(
             entry["NodeID"],
@@ -56,7 +56,6 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         if entry["Alive"]
     ]
     nodes = _look(nodes, config.run.storage, timeout_s, silences)
-    looked = time.monotonic()
     kind = "GPU" if any(node.resources.get("GPU", 0) for node in nodes) else "CPU"
     kind = "CPU" if config.cluster.gpu == "false" else kind
     places = list[NodeReport]()
@@ -75,10 +74,6 @@ def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
         links=tuple(links),
         silences=tuple(silences),
         model_problem=problem,
-        seconds={
-            "nodes": round(looked - started, 2),
-            "workers": round(time.monotonic() - looked, 2),
-        },
     )
 
 

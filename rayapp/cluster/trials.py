@@ -9,38 +9,27 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
-from rayapp.cluster.capacity import wait_for_workers
-from rayapp.cluster.prove.account import AwsAccount, Failed
+from rayapp.cluster.proof import POLL_S, Failed, Proof
 from rayapp.observe import metrics, status
 from rayapp.observe.attempts import FAILURE, PREEMPTION
 from rayapp.observe.goodput import interruptions, read_events
 from rayapp.observe.records import Interruption
-from rayapp.observe.run_folder import DONE, EXIT_CODES, RESULT, STOPPED
-from rayapp.storage import Storage, open_storage
+from rayapp.observe.run_folder import DONE, RESULT, STOPPED
 
 DISTURBED, UNDISTURBED = "prove-disturbed", "prove-undisturbed"
 WORKERS = 3  # so that two are left after the first fault
 BEFORE_STEPS, AFTER_STEPS = 45, 15  # that are done before the first fault, and after each
-NODES_S = 1800.0  # until all hosts are there, and their Ray is up
-LISTED_S = 300.0  # until they are listed too
+LISTED_S = 300.0  # until EC2 lists all hosts that are up
 RUN_S = 1800.0  # until a run has done what is waited for
 LEFT_S = 1200.0  # until what is destroyed is no longer listed
-POLL_S, RUN_POLL_S = 15.0, 5.0
 # Nats per token. Sums over other numbers of workers differ in their last bits, and thousands of
 # steps amplify that. A step from other weights is some tenths off while the loss falls.
 LOSS_APART = 0.05
-FRAME = " \t╷│╵"  # Terraform's, around its errors
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "not run"
 
 
@@ -55,135 +44,14 @@ class Step:
     """What was seen; of a failure, why."""
 
 
-@dataclass
-class Proof:
-    """A proof that is under way, and its commands."""
-
-    account: AwsAccount
-    bucket: str
-    config: Path
-    """The YAML file of the runs, which the cluster is rendered for."""
-    log: Path
-    """Takes what the commands print."""
-    variables: dict[str, str]
-    """Of `make`, for every target: NAME, REGION and others."""
-    until: float
-    """time.monotonic() after which only the way down goes on."""
-    taken: list[str] = field(default_factory=list)
-    """Ids of the hosts that were taken away."""
-    remaining: list[str] = field(default_factory=list)
-    """What is left of the stacks when they are destroyed."""
-
-    @property
-    def storage(self) -> str:
-        """What is given as run.storage."""
-        return f"s3://{self.bucket}/runs"
-
-    def run(self, name: str) -> Storage:
-        """Return the folder of a run."""
-        return open_storage(f"{self.storage}/{name}")
-
-    def left_s(self, most: float = math.inf) -> float:
-        """Return the seconds until `until`, or `most` if that is less."""
-        return min(most, max(0.0, self.until - time.monotonic()))
-
-    def make(self, target: str, more: Mapping[str, str], timeout_s: float | None = None) -> int:
-        """Run a target of the Makefile; return its exit code. `more` are further variables."""
-        given = {**self.variables, **more}
-        words = [f"{name}={value}" for name, value in given.items() if value]
-        return self.command(["make", "--no-print-directory", target, *words], timeout_s)
-
-    def command(self, words: list[str], timeout_s: float | None) -> int:
-        """Run a command, with its output in the log; return its exit code.
-
-        Ctrl-C is for this program, which then tears down: the command gets SIGINT, by which
-        Terraform saves its state, and is waited for.
-
-        Raises:
-            Failed: it has not ended after `timeout_s` seconds, and was ended.
-        """
-        with self.log.open("a", encoding="utf-8") as output:
-            output.write(f"\n$ {' '.join(words)}\n")
-            output.flush()
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                return process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                what = " ".join(words[:3])
-                raise Failed(f"`{what}` was ended after {timeout_s:.0f} s: time is over") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGINT)
-                    process.wait()
-
-    def rayapp(self, *words: str) -> int:
-        """Run a command of rayapp through `rayapp connect`, as a user does; return its code."""
-        account, rayapp = self.account, [sys.executable, "-m", "rayapp"]
-        way = [*rayapp, "connect", account.home, f"--name={account.name}"]
-        way += [f"--region={account.region}", "--", *rayapp, *words]
-        return self.command(way, self.left_s())
-
-    def needs(self, code: int, what: str) -> None:
-        """Raise unless a command has returned 0.
-
-        Raises:
-            Failed: with the last lines of the log.
-        """
-        if code:
-            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            ours = ("make", "$ ")  # what was called, not what it said
-            words = [line.strip(FRAME) for line in lines if not line.startswith(ours)]
-            said = " / ".join([*filter(None, words)][-3:])
-            raise Failed(f"{what} returned {code}: {said[-400:]}")
-
-    def submit(self, name: str, **more: str) -> None:
-        """Send a run of the config."""
-        given = [f"--{field}={value}" for field, value in more.items()]
-        given = [f"--run.storage={self.storage}", f"--run.name={name}", *given]
-        self.needs(self.rayapp("submit", str(self.config), *given), "rayapp submit")
-
-    def wait(self, name: str, true: Callable[[status.Progress], bool], limit_s: float) -> None:
-        """Wait until something is true of a run.
-
-        Raises:
-            Failed: the run has ended without it, or time is over.
-        """
-        until, folder = time.monotonic() + self.left_s(limit_s), self.run(name)
-        while True:
-            seen = "it has not begun"
-            with suppress(status.NoRun):
-                now = status.read(folder)
-                if true(now):
-                    return
-                seen = f"it is {now.status} at step {now.step}"
-                if now.status in EXIT_CODES:
-                    raise Failed(f"run {name}: {seen}. {now.reason or ''}")
-            if time.monotonic() > until:
-                raise Failed(f"run {name}: {seen}, and time is over")
-            time.sleep(RUN_POLL_S)
-
-
 def come_up(proof: Proof) -> str:
-    """Do what a user does, `make up-ecs` or `make up-eks`, and wait for all hosts."""
-    account, up = proof.account, f"up-{proof.account.home}"
+    """Do what a user does, `make up-ecs` or `make up-eks`, and wait until all hosts are listed."""
+    up = f"up-{proof.home}"
     applied = {"BASE_ARGS": "-auto-approve", "CONFIG": str(proof.config)}
     applied["ARGS"] = f"{proof.variables['ARGS']} -auto-approve".strip()
     proof.needs(proof.make(up, applied, proof.left_s()), f"make {up}")
-    if account.home == "ecs":
-        say = partial(print, flush=True)
-        wait_for_workers("ecs", account.name, account.client, proof.left_s(NODES_S), say)
-    else:
-        ready = "--for=condition=RayClusterProvisioned"
-        words = ["kubectl", "--namespace", "rayapp", "wait", ready, f"--timeout={NODES_S:.0f}s"]
-        proof.needs(proof.command([*words, "raycluster/rayapp"], proof.left_s()), "kubectl wait")
     until = time.monotonic() + proof.left_s(LISTED_S)
-    while (hosts := len(account.workers())) < WORKERS:
+    while (hosts := len(proof.workers())) < WORKERS:
         if time.monotonic() > until:
             raise Failed(f"{hosts} of {WORKERS} worker hosts run")
         time.sleep(POLL_S)
@@ -200,7 +68,7 @@ def train(proof: Proof) -> str:
 
 def survive_notice(proof: Proof) -> str:
     """Give one host a spot notice. The run must save, lose no step and go on without it."""
-    event, seen = _without_host(proof, proof.account.spot_notice, {PREEMPTION})
+    event, seen = _without_host(proof, proof.spot_notice, {PREEMPTION})
     if event["lost_steps"]:
         raise Failed(seen)
     return seen
@@ -208,7 +76,7 @@ def survive_notice(proof: Proof) -> str:
 
 def survive_loss(proof: Proof) -> str:
     """Terminate a host without a notice. The run must go on from a checkpoint."""
-    event, seen = _without_host(proof, proof.account.terminated, {FAILURE, PREEMPTION})
+    event, seen = _without_host(proof, proof.terminated, {FAILURE, PREEMPTION})
     if event["lost_steps"] is None or event["lost_steps"] >= event["step"]:
         raise Failed(f"it began anew: {seen}")
     return seen
@@ -222,7 +90,7 @@ def _without_host(
     The oldest host carries a worker; one that came back may not yet. That workers are added, as
     hosts come back, is an interruption too.
     """
-    hosts = [host for host in proof.account.workers() if host not in proof.taken]
+    hosts = [host for host in proof.workers() if host not in proof.taken]
     if not hosts:
         raise Failed("no worker host is left")
     proof.taken.append(hosts[0])
@@ -268,12 +136,11 @@ def train_undisturbed(proof: Proof) -> str:
 def compare(proof: Proof) -> str:
     """Compare digests of batches, and losses, of all steps."""
     ours, theirs = metrics.read(proof.run(DISTURBED)), metrics.read(proof.run(UNDISTURBED))
-    for name in ("step", "batch_digest"):
-        one, other = ([line.get(name) for line in lines] for lines in (ours, theirs))
-        if one != other:
-            pairs = enumerate(zip(one, other, strict=False))
-            first = next((n for n, (a, b) in pairs if a != b), min(len(one), len(other))) + 1
-            raise Failed(f"{name} differs, first at line {first} of {len(one)} and {len(other)}")
+    one, other = ([(x.get("step"), x.get("batch_digest")) for x in each] for each in (ours, theirs))
+    if one != other:
+        both = enumerate(zip(one, other, strict=False))
+        first = next((n for n, (a, b) in both if a != b), min(len(one), len(other))) + 1
+        raise Failed(f"batches differ, first at line {first} of {len(one)} and {len(other)}")
     if [line["step"] for line in ours] != list(range(1, len(ours) + 1)):
         raise Failed("the metrics lack a step, or have one twice")
     losses = [(a["loss"], b["loss"]) for a, b in zip(ours, theirs, strict=True)]
@@ -288,27 +155,27 @@ def go_down(proof: Proof) -> str:
     """Destroy the cluster, then the base stack with the results; each twice where it fails."""
     approved = f"{proof.variables['ARGS']} -auto-approve".strip()
     base = {"BUCKET": proof.bucket, "BASE_ARGS": "-auto-approve"}
-    for stack, more in ((proof.account.home, {"ARGS": approved}), ("base", base)):
+    for stack, more in ((proof.home, {"ARGS": approved}), ("base", base)):
         if proof.make(f"new-{stack}", {}) == 0:  # nothing of it is in Terraform's state
             continue
         down = f"down-{stack}"
         proof.needs(proof.make(down, more) and proof.make(down, more), f"make {down}")
-    insights = proof.account.container_insights()
+    insights = proof.container_insights()
     for group in insights:
-        proof.account.client("logs").delete_log_group(logGroupName=group)
+        proof.client("logs").delete_log_group(logGroupName=group)
     return f"and {len(insights)} log groups of Container Insights" if insights else "by Terraform"
 
 
 def look_for_left(proof: Proof) -> str:
     """List what still has the tags of the stacks, until nothing has them."""
     until = time.monotonic() + LEFT_S
-    while remaining := proof.account.left():
+    while remaining := proof.left():
         proof.remaining = remaining
         if time.monotonic() > until:
             raise Failed(f"{len(remaining)} things are left, listed below")
         time.sleep(POLL_S)
     proof.remaining = []
-    return f"no resource, role or log group of {proof.account.name}"
+    return f"no resource, role or log group of {proof.name}"
 
 
 TRIALS: dict[str, Callable[[Proof], str]] = {

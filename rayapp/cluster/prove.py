@@ -29,19 +29,10 @@ from pathlib import Path
 import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
-from rayapp.cluster.options import Options, bucket, image_tag, option_problems
-from rayapp.cluster.prove.account import AwsAccount, Failed
-from rayapp.cluster.prove.trials import (
-    DISTURBED,
-    FAIL,
-    PASS,
-    TRIALS,
-    WAY_DOWN,
-    WORKERS,
-    Proof,
-    Step,
-)
+from rayapp.cluster.options import Options, image_tag, option_problems
+from rayapp.cluster.proof import Failed, Proof
 from rayapp.cluster.sizes import fixed_usd_per_hour
+from rayapp.cluster.trials import DISTURBED, FAIL, PASS, TRIALS, WAY_DOWN, WORKERS, Step
 from rayapp.config import ConfigError, arguments, load
 from rayapp.hardware import PRICE_DATE, instance
 from rayapp.observe.run_folder import Exit, refused
@@ -99,11 +90,13 @@ def _main(home: str, argv: list[str]) -> int:
     except (BotoCoreError, ClientError) as error:
         why = f"no AWS account: {error}. Set credentials, as for the AWS CLI"
         raise ConfigError([why]) from None
-    account = AwsAccount(name, home, region, number, client)
     options = Options(account=number, name=name, region=region)
     if problems := option_problems(HOMES[home], options):
         raise ConfigError(problems)
-    if left := account.left():
+    folder = Path("build") / f"{name}-{region}"
+    config, log = folder / "prove.yaml", folder / f"prove-{home}.log"
+    proof = Proof(name, home, region, number, client, config, log)
+    if left := proof.left():
         why = (
             f"name={name} is taken: {len(left)} things have its tags, e.g. {left[0]}, and the "
             "proof would destroy them. Remove them, or set another NAME"
@@ -114,7 +107,7 @@ def _main(home: str, argv: list[str]) -> int:
     if not asked["yes"] and input("Go on? Only yes is taken: ").strip() != "yes":
         print("nothing was started")
         return Exit.REFUSED
-    return _prove(account, options, asked, rate)
+    return _prove(proof, options, asked, rate)
 
 
 def price(home: str, options: Options) -> tuple[float, str]:
@@ -139,16 +132,13 @@ def price(home: str, options: Options) -> tuple[float, str]:
     )
 
 
-def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: float) -> int:
+def _prove(proof: Proof, options: Options, asked: dict[str, str], rate: float) -> int:
     began = time.monotonic()
-    given = {"NAME": account.name, "REGION": account.region}
+    given = {"NAME": proof.name, "REGION": proof.region}
     more = {"EMAIL": asked["email"], "API_CIDRS": asked["api_cidrs"], "ARGS": asked["args"]}
-    more["RENDER"] = f"--market=spot --account={account.number}"
-    folder = Path("build") / f"{account.name}-{account.region}"
-    config, log = folder / "prove.yaml", folder / f"prove-{account.home}.log"
-    until = began + MAX_HOURS * 3600
-    proof = Proof(account, bucket(options), config, log, given | more, until)
-    folder.mkdir(parents=True, exist_ok=True)
+    proof.variables = given | more | {"RENDER": f"--market=spot --account={proof.number}"}
+    proof.until = began + MAX_HOURS * 3600
+    proof.config.parent.mkdir(parents=True, exist_ok=True)
     proof.config.write_text(load(None, SETTINGS).to_yaml(), encoding="utf-8")
     proof.log.write_text("", encoding="utf-8")
     print(f"what the commands print is in {proof.log}", flush=True)
@@ -156,21 +146,21 @@ def _prove(account: AwsAccount, options: Options, asked: dict[str, str], rate: f
     by_hand = proof.remaining
     if steps[-2].result != PASS:
         words = " ".join(f"{key}={value}" for key, value in given.items())
-        down = [f"make down-{account.home} {words}"]
+        down = [f"make down-{proof.home} {words}"]
         by_hand = [*down, f"make down-base {words} BUCKET={proof.bucket}", *by_hand]
     hours = (time.monotonic() - began) / 3600
     facts = {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "rayapp": f"{image_tag()}, Ray {version('ray')}, Python {platform.python_version()}",
-        "region": account.region,
+        "region": proof.region,
         "machines": f"{options.head}, {WORKERS} x {SETTINGS['cluster.instance']} as spot",
         "cost": f"at most {hours * rate + OTHER_USD:.2f} USD for {hours:.1f} hours",
     }
-    text = page(f"rayapp on {account.home.upper()}", facts, steps, by_hand)
-    path = folder / f"prove-{account.home}.md"
+    text = page(f"rayapp on {proof.home.upper()}", facts, steps, by_hand)
+    path = proof.log.with_suffix(".md")
     path.write_text(masked(text), encoding="utf-8")
     print(f"\n{text}\nwritten to {path}: send it to the maintainers")
-    return Exit.DONE if result_of(steps) == PASS else Exit.FAILED
+    return Exit.DONE if all(step.result == PASS for step in steps) else Exit.FAILED
 
 
 def prove(proof: Proof) -> list[Step]:
@@ -200,17 +190,13 @@ def _passes(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:
     return step.result == PASS
 
 
-def result_of(steps: list[Step]) -> str:
-    """Return PASS if every step has passed."""
-    return PASS if all(step.result == PASS for step in steps) else FAIL
-
-
 def page(title: str, facts: dict[str, str], steps: list[Step], by_hand: list[str]) -> str:
     """Return the page as Markdown: what was tried, whether it held, how long it took, what is left.
 
     `by_hand` are commands and names of things to remove; empty if nothing is left.
     """
-    lines = [f"# {title}: {result_of(steps)}", ""]
+    passed = all(step.result == PASS for step in steps)
+    lines = [f"# {title}: {PASS if passed else FAIL}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "| step | result | seconds | what was seen |", "|---|---|---|---|"]
     for step in steps:

@@ -17,8 +17,8 @@ from terraform import ACCOUNT, REGION, Cloud
 
 from rayapp.__main__ import main
 from rayapp.cluster import Options, render, write
-from rayapp.cluster.capacity import start
 from rayapp.cluster.connect import NotReachable
+from rayapp.cluster.hosts import start
 from rayapp.cluster.preflight.facts import requirements_of
 from rayapp.config import RunConfig, load
 
@@ -99,7 +99,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayapp.cluster.capacity.POLL_S", 0.1)
+    monkeypatch.setattr("rayapp.cluster.hosts.POLL_S", 0.1)
 
 
 def here(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
