@@ -45,7 +45,7 @@ from rayapp.finetune.model_parts import model_shape
 from rayapp.finetune.prepared_run import finetune, order_of, prepare_beforehand
 from rayapp.finetune.sweep_config import Sweep, Trials, read, trials_of
 from rayapp.jobs import secrets
-from rayapp.jobs.ray_address import address_of
+from rayapp.jobs.client import ray_address
 from rayapp.observe import goodput, metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.columns import Columns
@@ -80,7 +80,7 @@ def sweep(
         trials = {name: (v, absolute(config)) for name, (v, config) in trials_of(wanted).items()}
         ready = _checked(wanted, trials)
         most = max((each.config for each in ready.values()), key=lambda c: c.cluster.max_workers)
-        root, address = open_storage(most.run.storage), address_of(most)
+        root, address = open_storage(most.run.storage), ray_address(most)
         control = root / RAY / ".sweep" / wanted.name  # no trial's name begins with a dot
         stop = Stop(control)
         with held(control), stop.on_signal(console):
