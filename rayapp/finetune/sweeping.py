@@ -335,7 +335,7 @@ def room(free: int, workers: int, free_memory_gib: float, gib: float) -> int:
 
 def took(seconds: float, usd: float | None) -> str:
     """Say what all trials have taken."""
-    return f"all trials took {seconds / 3600:.4f} hours, {dollars(usd)}"
+    return f"all trials took {seconds / 3600:.4f} hours, cost {dollars(usd)}"
 
 
 def _show(console: Console, table: pandas.DataFrame) -> None:
