@@ -93,9 +93,9 @@ def run_of(root: Path, kind: str, seed: int) -> product.Run:
             "train.tokens_per_step": 512,
             "train.micro_batch": 8,
             "train.epochs": "none",
-            "train.max_steps": 120,
+            "train.max_steps": 240,
             "train.lr": LR * factor,
-            "train.warmup_steps": 10,
+            "train.warmup_steps": 20,
             "train.precision": "fp32",
             "train.on_spike": "none",
             "eval.tasks": {

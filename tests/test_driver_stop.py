@@ -98,6 +98,24 @@ def test_a_signal_asks_the_workers_too(tmp_path: Path, number: signal.Signals) -
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_of_a_notebook_ends_its_loop_of_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+    begun, expected = [], KeyboardInterrupt if number == signal.SIGINT else StopIteration
+    with pytest.raises(expected):
+        for name in ("a", "b"):
+            stop = Stop(open_storage(str(tmp_path / name)))
+            with stop.on_signal(Console(quiet=True)):
+                begun.append(name)
+                if name == "a":
+                    os.kill(os.getpid(), number)
+                    assert stop.asked(), "the run saves before the loop ends"
+        raise StopIteration
+    assert begun == (["a"] if number == signal.SIGINT else ["a", "b"])
+
+
 def test_work_is_watched() -> None:
     looks: list[float] = []
     assert watching(lambda: 7, lambda: looks.append(0.0)) == 7

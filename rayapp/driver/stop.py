@@ -9,6 +9,7 @@ with held(run), stop.on_signal(console):
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import signal
@@ -111,12 +112,15 @@ class Stop:
         """Inside the block, let the first SIGINT or SIGTERM write a STOP file.
 
         It also restores the previous handlers, so that a second signal ends the process at once.
+        In IPython, SIGINT raises KeyboardInterrupt at the end of the block, as it ends a loop of
+        runs, too.
         Outside the main thread, where handlers cannot be set, this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         previous = {number: signal.getsignal(number) for number in SIGNALS}
+        received = list[int]()
 
         def restore() -> None:
             for number, handler in previous.items():
@@ -124,6 +128,7 @@ class Stop:
 
         def stop(number: int, frame: Any) -> None:
             restore()
+            received.append(number)
             console.print("stopping after this step (once more to end at once)", highlight=False)
             self.ask()
 
@@ -133,6 +138,8 @@ class Stop:
             yield
         finally:
             restore()
+        if signal.SIGINT in received and hasattr(builtins, "__IPYTHON__"):
+            raise KeyboardInterrupt(f"{self._run.url} has ended; the same call resumes it")
 
     def _unanswered(self) -> bool:
         """Say whether a user has asked to stop, and the last command of the run has no end."""
