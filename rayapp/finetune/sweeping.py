@@ -59,7 +59,7 @@ from rayapp.train.planning import forecast
 
 ASHA = f"{STOPPED} (asha)"  # the state of a trial that ASHA has ended
 DRIVER_GIB = 1.0  # of a trial's driver, which imports torch and Ray
-HOLDS = {"memory": 2**20}  # Tune takes no empty request; each node has gigabytes of this resource
+HOLDS = {"memory": 2.0**20}  # Tune takes no empty request; each node has gigabytes of this resource
 
 logger = logging.getLogger("rayapp.driver")
 
@@ -284,9 +284,9 @@ def _run(
             ids = None if each.tokenizer is None else tokens.num_ids(each.tokenizer)
             shape = model_shape(each.model, each.config, ids)
             plan = forecast(each.config, shape, steps=steps, on_cpu=not gpus)
-            bands = {"hours": plan and plan.hours, "USD": plan and plan.cost_usd}
-            known = {what: np.nan if band is None else band.value for what, band in bands.items()}
-            rows.append({"trial": name, "steps": steps, **known})
+            bands = (plan.hours, plan.cost_usd) if plan else (None, None)
+            hours, usd = (np.nan if band is None else band.value for band in bands)
+            rows.append({"trial": name, "steps": steps, "hours": hours, "USD": usd})
             gib = max(gib, plan.peak_gib.value if plan else 0.0)
     except StopAsked:
         return
