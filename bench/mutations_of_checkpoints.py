@@ -52,7 +52,7 @@ CHECKPOINTS = (
     Mutation(
         "damage-is-not-remembered",
         STATE,
-        "marker.refuse(storage, checkpoint.name, str(damage).partition(NOT_LOADED)[2])\n",
+        "marker.refuse(storage, name, str(damage).partition(NOT_LOADED)[2])\n",
         "pass\n",
         OF_STATE,
     ),

@@ -74,8 +74,8 @@ TRAINING = (
     Mutation(
         "leave-without-save",
         LOOP,
-        "saved = bool(totals.save or leave)",
-        "saved = bool(totals.save)",
+        "saved = bool(totals.save or leave or best)",
+        "saved = bool(totals.save or best)",
         ONE_STEP,
     ),
     Mutation(

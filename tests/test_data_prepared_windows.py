@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ def test_the_state_of_a_preparation_says_window_and_bytes(
     )  # of rows none is known
     told: list[WindowProgress] = []
     Preparation([made], progress=lambda *_: told.append(made.progress(10**6))).prepare()
-    ready, lasts, _, done, totals = zip(*map(astuple, told), strict=True)
+    ready, lasts, _, done, totals = zip(*told, strict=True)
     assert set(lasts) == {made.count} and set(totals) == {whole}
     assert list(done) == sorted(done) and done[-1] == whole
     packed = [number for number, task in enumerate(here) if task.packs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -59,11 +60,12 @@ def test_versions_are_of_the_content(tmp_path: Path, kept: list[str]) -> None:
         aged(tmp_path / folder / "b.txt", b"b")
     one = sources.find(str(tmp_path / "one")).files
     assert sources.find(str(tmp_path / "two")).files == one
-    cache = tmp_path / "cache" / "rayapp" / "versions.sqlite"
-    assert cache.stat().st_size > 0
-    cache.write_bytes(b"of another program" * 1000)
+    folder_of_caches = tmp_path / "cache" / "rayapp"
+    caches = list(folder_of_caches.glob("versions-*.json"))
+    assert len(caches) == 2
+    for cache in caches:
+        cache.write_bytes(b"of another program" * 1000)
     assert sources.find(str(tmp_path / "one")).files == one
-    cache.unlink()
-    cache.parent.rmdir()
-    cache.parent.write_bytes(b"no folder")
+    shutil.rmtree(folder_of_caches)
+    folder_of_caches.write_bytes(b"no folder")
     assert sources.find(str(tmp_path / "one")).files == one and len(kept) == 8

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from rayapp.cli.jobs import WHERE, command, handle_of, or_none
@@ -173,10 +173,14 @@ def _of_cluster(address: str | None) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     for url, info in runs_of(JobsClient.at(address, check_version=False).jobs()).items():
-        row = _row(url, lambda url=url, id=info.submission_id: Job(url, address, id).snapshot()[:2])
+        row = _row(url, partial(_on_cluster, url, address, info.submission_id))
         if row is not None:
             rows.append({**row, "job": info.submission_id})
     return rows
+
+
+def _on_cluster(url: str, address: str | None, job: str) -> tuple[str, Progress | None]:
+    return Job(url, address, job).snapshot()[:2]
 
 
 def _row(url: str, read_status: Callable[[], tuple[str, Progress | None]]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ clusters are in the modules that use them.
 
 from __future__ import annotations
 
-from rayapp.config.choices import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
+from rayapp.config.fields import DATA_LABEL, INSTANCE_LABEL, MARKET_LABEL, Choice, Place
 from rayapp.config.language import Config
 from rayapp.config.lora import Lora
 from rayapp.config.reading import (

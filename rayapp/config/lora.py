@@ -76,7 +76,6 @@ class Lora(Section):
 
     @property
     def name(self) -> str:
-        """What the method is called."""
         return method(vars(self))
 
     @classmethod

@@ -10,11 +10,12 @@ from typing import Annotated, Any, ClassVar, Self, cast
 import yaml
 from pydantic import BeforeValidator, Field, field_validator
 
-from rayapp.config.choices import Choice, Instances
 from rayapp.config.fields import (
     NAME_PATTERN,
+    Choice,
     Codes,
     Gpu,
+    Instances,
     OptionalFloat,
     OptionalInt,
     OptionalStr,

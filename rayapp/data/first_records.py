@@ -52,8 +52,11 @@ def inspect(
     firsts, whole = records(source)
     rows = [shapes.renamed(record.value, columns) for record in firsts if record.problem is None]
     if kind == "auto":
-        kinds = Counter("text" if isinstance(row, str) else shapes.kind_of(row) for row in rows)
-        kind = next((known for known, _ in kinds.most_common(1) if known), "text")
+        kinds = Counter[RecordKind | None](
+            "text" if isinstance(row, str) else shapes.kind_of(row) for row in rows
+        )
+        most: RecordKind = next((known for known, _ in kinds.most_common(1) if known), "text")
+        kind = most
     if not firsts:
         return Inspected(kind, (), [f"data.path={path} is empty: there is no record in its files"])
     made = [shapes.standardised(record, kind, columns, names) for record in firsts]
@@ -63,8 +66,8 @@ def inspect(
     unused = dict.fromkeys(name for name in others if name not in names)
     messages = [m for record, why in judged if not why for m in messages_of(record.value, kind)]
     unused |= dict.fromkeys(shapes.unused_fields(messages))
-    most = limit * len(firsts) if whole or limit in (0, 1) else len(firsts) - 1
-    if len(wrong) <= most:
+    allowed = limit * len(firsts) if whole or limit in (0, 1) else len(firsts) - 1
+    if len(wrong) <= allowed:
         return Inspected(kind, tuple(unused), [])
     there = {
         name for record in firsts if isinstance(record.value, Mapping) for name in record.value

@@ -151,7 +151,6 @@ class Prepared:
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
     def report(self) -> DataReport:
-        """Return the statistics to check before training."""
         train = self.counts["train"]
         capacity = train["rows"] * self.seq_len
         report = DataReport(

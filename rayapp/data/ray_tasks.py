@@ -44,11 +44,10 @@ def run_tasks(
 ) -> Iterator[AnyTask]:
     """Run tasks by Ray Data, which begins them in their order, and yield them as they end.
 
-    `recipes` are of rows, or of an index of images.
-
-    Each reserves `num_cpus` in Ray, by default one. They run on the nodes that prepare data, if the
-    cluster has such, and on others where these are busy or gone. Tasks that reserve nothing are at
-    most as many at once as these nodes have CPUs; without such nodes they run where workers do.
+    `recipes` are of rows, or of an index of images. Each task reserves `num_cpus` in Ray, by
+    default one. They run on the nodes that prepare data, if the cluster has such, and on others
+    where these are busy or gone. Tasks that reserve nothing are at most as many at once as these
+    nodes have CPUs; without such nodes they run where workers do.
 
     Raises:
         SourceError: of a task, or it ended every process that ran it.

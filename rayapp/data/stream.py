@@ -109,7 +109,6 @@ class Stream:
     """Of an execution; the last one may have fewer."""
 
     def split(self) -> list[Shard]:
-        """Return each rank's part."""
         lanes = [lane.streaming_split(self.world, equal=True) for lane in self.lanes]
         return [
             Shard(list(each), self.executions, self.chunks) for each in zip(*lanes, strict=True)

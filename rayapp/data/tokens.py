@@ -72,7 +72,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
 
 
 def byte_tokenizer() -> Any:
-    """Return a tokenizer with one token per byte."""
     return train_bpe(iter([""]), vocab_size=256 + len(SPECIALS))
 
 
@@ -115,7 +114,6 @@ def pieces(tokenizer: Any, names: Sequence[str]) -> dict[int, list[int]]:
 
 
 def save_tokenizer(tokenizer: Any, storage: Storage) -> None:
-    """Write the tokenizer's files into a storage folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):

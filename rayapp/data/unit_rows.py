@@ -136,7 +136,6 @@ class UnitRows:
         )
 
     def flush(self) -> None:
-        """Pack and write what is held."""
         for split, spool in self.held.items():
             self.counts[split].append(self._write(split, spool))
             spool.close()

@@ -127,8 +127,8 @@ class Stop:
                 signal.signal(number, handler)
 
         def stop(number: int, frame: Any) -> None:
-            restore()
             received.append(number)
+            restore()
             console.print("stopping after this step (once more to end at once)", highlight=False)
             self.ask()
 

@@ -45,7 +45,6 @@ class Cursor:
     """The `fingerprint()` of what the rows were made from."""
 
     def to_dict(self) -> dict[str, int | str]:
-        """Return JSON values."""
         return asdict(self)
 
     @classmethod

@@ -166,10 +166,9 @@ def stream(
         for name, column in columns.items():
             column[:] = getattr(batch, name).ravel()
 
-    numbers = {"labels": np.int32, "others": np.int32, "shares": np.float32}
-    numbers |= {"digests": np.uint64, "rows": np.int64}
-    fields: Fields = {name: ((), dtype) for name, dtype in numbers.items()}
-    fields = {"images": ((look.size, look.size, 3), np.uint8), **fields}
+    dtypes = {"labels": "i4", "others": "i4", "shares": "f4", "digests": "u8", "rows": "i8"}
+    fields: Fields = {"images": ((look.size, look.size, 3), np.uint8)}
+    fields = {**fields, **{name: ((), np.dtype(dtype)) for name, dtype in dtypes.items()}}
     store = ray.cluster_resources().get("object_store_memory", math.inf)
     block_bytes = int(min(BLOCK_BYTES, store * STORE_SHARE))
     row_bytes = 3 * look.size**2

@@ -101,7 +101,6 @@ class Images:
         return sum(self.bad.values()) / self.records if self.records else 0.0
 
     def report(self) -> DataReport:
-        """Return the statistics to check before training."""
         return {
             "images": self.counts,
             "classes": len(self.classes),

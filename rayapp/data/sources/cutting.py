@@ -81,9 +81,9 @@ def windows(source: DataSource, eval_fraction: float, window_bytes: int) -> list
         found.setdefault(of_block.get(block, 0), []).append(block)
     made = []
     for index, blocks in sorted(found.items()):
-        pieces = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
-        size = sum(sizes[piece] for piece in pieces)
-        made.append(ReadUnit(index, pieces, size, tuple(blocks)))
+        taken = tuple(dict.fromkeys(piece for block in blocks for _, piece in block.taken))
+        size = sum(sizes[piece] for piece in taken)
+        made.append(ReadUnit(index, taken, size, tuple(blocks)))
     return made
 
 
@@ -190,7 +190,6 @@ def _cells(piece: Piece, cell: int) -> list[Piece]:
 
 
 def _groups(source: DataSource, entries: list[Entry], cell: int) -> Iterator[list[Entry]]:
-    """Yield the entries of each block."""
     versions = {file.name: file.version for file in source.files}
     held: list[Entry] = []
     size = 0

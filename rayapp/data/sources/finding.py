@@ -10,21 +10,22 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
-import sqlite3
 import sysconfig
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from rayapp.data.sources import formats, hub
 from rayapp.data.sources.formats import SUFFIXES
 from rayapp.data.sources.parts import DataFile, DataSource, SourceError
 from rayapp.data.sources.pieces import is_own, reader_version
 from rayapp.data.sources.streams import open_stream
-from rayapp.storage import Entry, Readable, open_input
+from rayapp.storage import Entry, Readable, open_input, open_storage
 
 NAMED = {"json": "a JSON array"}
 MAX_OPENED = 16  # most files whose first bytes are checked
@@ -34,13 +35,7 @@ END_BYTES = 2**20
 READERS, AT_ONCE = 16, 64  # threads, and the files of a call
 KEPT_BYTES = 64 * 2**20  # read at a start, from which on versions are kept
 SETTLED_S = 10.0  # since a file has changed
-TABLE = """
-CREATE TABLE IF NOT EXISTS versions (
-    root TEXT, name TEXT, etag TEXT, version TEXT, PRIMARY KEY (root, name)
-) WITHOUT ROWID
-"""
-
-Known = dict[str, tuple[str, str]]  # (etag, version) by name
+KEPT = TypeAdapter(dict[str, tuple[str, str]])  # (etag, version) by name
 
 
 def find(path: str, format: str = "auto") -> DataSource:
@@ -249,25 +244,26 @@ def _hidden(name: str) -> bool:
 
 def versions_of(storage: Readable, entries: Sequence[Entry]) -> list[str]:
     """Return the version of each local file: 16 hex digits."""
-    keeps = sum(map(_bytes_read, entries)) >= KEPT_BYTES
-    root = os.path.realpath(storage.url)
-    known = _kept(root) if keeps else {}
-    began = time.time()
-    new = [entry for entry in entries if known.get(entry.name, ("",))[0] != entry.etag]
+    read = (e.size if e.size <= WHOLE_BYTES else 2 * END_BYTES for e in entries)
+    keeps = sum(read) >= KEPT_BYTES
+    caches = open_storage(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rayapp"
+    root = os.fsencode(os.path.realpath(storage.url))
+    cache, began = f"versions-{blake2b(root, digest_size=8).hexdigest()}.json", time.time()
+    kept: dict[str, tuple[str, str]] = {}
+    with suppress(OSError, ValueError):  # none is there, or it cannot be read
+        kept = KEPT.validate_json(caches.read(cache)) if keeps else {}
+    new = [entry for entry in entries if kept.get(entry.name, ("",))[0] != entry.etag]
     parts = [new[first : first + AT_ONCE] for first in range(0, len(new), AT_ONCE)]
     with ThreadPoolExecutor(READERS) as pool:
         made = pool.map(lambda part: [_digest(storage, entry) for entry in part], parts)
         digests = [digest for part in made for digest in part]
     found = {e.name: (e.etag, digest) for e, digest in zip(new, digests, strict=True)}
-    if keeps and found:
-        settled = (e for e in new if e.modified_s < began - SETTLED_S)
-        _keep((root, entry.name, *found[entry.name]) for entry in settled)
-    known.update(found)
-    return [known[entry.name][1] for entry in entries]
-
-
-def _bytes_read(entry: Entry) -> int:
-    return entry.size if entry.size <= WHOLE_BYTES else 2 * END_BYTES
+    if keeps and new:
+        settled = {e.name: found[e.name] for e in new if e.modified_s < began - SETTLED_S}
+        with suppress(OSError, ValueError):  # no folder to write to, or a name is not Unicode
+            caches.write(cache, KEPT.dump_json(kept | settled))
+    kept |= found
+    return [kept[entry.name][1] for entry in entries]
 
 
 def _digest(storage: Readable, entry: Entry) -> str:
@@ -277,29 +273,3 @@ def _digest(storage: Readable, entry: Entry) -> str:
     first = storage.read(entry.name, 0, END_BYTES)
     last = storage.read(entry.name, entry.size - END_BYTES, END_BYTES)
     return blake2b(first + last + str(entry.modified_s).encode(), digest_size=8).hexdigest()
-
-
-def _file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "rayapp" / "versions.sqlite"
-
-
-def _kept(root: str) -> Known:
-    """Return what is kept of a folder's files; nothing if the cache cannot be read."""
-    try:
-        with closing(sqlite3.connect(f"file:{_file()}?mode=ro", uri=True)) as cache:
-            rows = cache.execute("SELECT name, etag, version FROM versions WHERE root = ?", (root,))
-            return {name: (etag, version) for name, etag, version in rows}
-    except sqlite3.Error:  # none is there, or another program's
-        return {}
-
-
-def _keep(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """Keep the versions of files; without a cache folder that can be written they are not kept."""
-    try:
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(_file())) as cache, cache:
-            cache.execute(TABLE)
-            cache.executemany("INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?)", rows)
-    except (OSError, sqlite3.Error):
-        return
