@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rayapp.config import VisionConfig as VisionConfig
     from rayapp.config import load as load
     from rayapp.driver.observe import Hook as Hook
+    from rayapp.finetune import sweep as sweep
     from rayapp.generation import generate as generate
     from rayapp.jobs import JobError as JobError
     from rayapp.jobs.find import job as job
@@ -44,6 +45,7 @@ _HOMES = {
     for module, names in {
         "rayapp.cluster.preflight": "preflight",
         "rayapp.config": "Config ConfigError RunConfig VisionConfig load",
+        "rayapp.finetune": "sweep",
         "rayapp.generation": "generate",
         "rayapp.jobs": "JobError",
         "rayapp.jobs.find": "job runs",

@@ -8,6 +8,7 @@ Train
   presets    list the published model shapes, for plans and tests
   finetune   fine-tune a language model, here or on a running Ray cluster
   vision     train an image classifier
+  sweep      try values of a config's fields, under one budget
 
 Clusters
   render     write the files of a cluster on ECS or KubeRay, and print its cost

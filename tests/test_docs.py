@@ -31,6 +31,7 @@ from rayapp.__main__ import main
 from rayapp.cli.first import CHATS, config_text
 from rayapp.config import KINDS, arguments, from_dict
 from rayapp.config.help import forms
+from rayapp.finetune.sweep_config import read, trials_of
 from rayapp.jobs.handle import Job
 from rayapp.storage import open_storage
 
@@ -305,7 +306,11 @@ def test_snippets_call_what_there_is(block: Block) -> None:
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_configs_are_valid(block: Block) -> None:
-    from_dict(yaml.safe_load(block.text))
+    tree = yaml.safe_load(block.text)
+    if "parameters" in tree:
+        trials_of(read({**tree, "config": str(ROOT / tree["config"])}, {}))
+    else:
+        from_dict(tree)
 
 
 def messages() -> list[str]:

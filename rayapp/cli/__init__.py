@@ -2,7 +2,7 @@
 
 first.py     init, completion
 data.py      data, prepare
-plans.py     plan, presets
+plans.py     plan, presets, sweep
 clusters.py  render, capacity, connect
 jobs.py      preflight, submit, resume, watch, logs, stop
 runs.py      list, status
@@ -29,6 +29,7 @@ COMMANDS = {  # name: module and function
     "prepare": "cli.data.prepare",
     "plan": "cli.plans.plan",
     "presets": "cli.plans.presets",
+    "sweep": "cli.plans.sweep",
     "preflight": "cli.jobs.preflight",
     "submit": "cli.jobs.submit",
     "resume": "cli.jobs.resume",

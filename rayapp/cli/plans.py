@@ -1,9 +1,10 @@
-"""rayapp plan and presets: what a run would take, and the shapes that need no download."""
+"""rayapp plan, presets and sweep: what a run would take, shapes without weights, many runs."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rayapp.cli import documented
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig
 from rayapp.hardware import GIB
 from rayapp.observe import run_folder
-from rayapp.observe.run_folder import Exit
+from rayapp.observe.run_folder import DONE, FAILED, REJECTED, Exit
 from rayapp.observe.status import read_plan
 from rayapp.planner.shape import shape_of
 from rayapp.planner.trained import text_section
@@ -35,6 +36,19 @@ LISTED = """rayapp presets [--json]
 Lists the published shapes that model.path can name. They have no weights.
 
   --json   print everything as JSON"""
+
+SWEEP = """rayapp sweep SWEEP.yaml [--option=value ...]
+
+Tries values of the fields of a config, each in a run of its own, and names the best. The same
+command goes on after a stop or a kill, or with a larger budget (docs/sweep.md).
+
+  --json   print the result as JSON
+  --name, --storage, --config, --trials, --seed, --scheduler, --metric, --mode, --max_usd,
+  --max_hours, --concurrency   in place of the file's
+
+Exit code 1: a trial has failed; 3: the budget or a user has stopped trials."""
+
+FIELDS = "name storage config trials seed scheduler metric mode max_usd max_hours concurrency"
 
 NVIDIA = "/proc/driver/nvidia/version"  # is there where the driver of a GPU is loaded
 
@@ -120,6 +134,32 @@ def this_machine(config: RunConfig) -> dict[str, Any]:
         return {}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"on_cpu": True, "capacity_gib": memory_bytes / GIB / cluster.min_workers}
+
+
+@documented(SWEEP, words=True)
+def sweep(argv: list[str]) -> int:
+    """Run a sweep; see SWEEP."""
+    known = dict.fromkeys([*FIELDS.split(), "json"], "")
+    from rayapp.config import arguments
+    from rayapp.driver.ray_session import tell_ray
+    from rayapp.observe.plain import Console
+
+    path, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "SWEEP.yaml", known)
+    as_json = asked.pop("json") == "true"
+    console = Console(file=sys.stderr if as_json else None, force_jupyter=False)
+    changes = {name: value for name, value in asked.items() if value}
+    tell_ray()
+    from rayapp.finetune.sweep_config import read, trials_of
+
+    trials_of(read(path, changes))  # refuses what is wrong before torch is imported
+    from rayapp.finetune import sweeping
+
+    result = sweeping.sweep(path, console, **changes)
+    print(json.dumps(result, indent=2)) if as_json else sweeping.show_result(console, result)
+    states = {row["state"] for row in result["trials"]}
+    if FAILED in states or states == {REJECTED}:
+        return Exit.FAILED if FAILED in states else Exit.REJECTED
+    return Exit.DONE if states <= {DONE, REJECTED, sweeping.ASHA} else Exit.STOPPED
 
 
 @documented(LISTED)

@@ -219,8 +219,9 @@ def _to_the_end(
     with journal.command(ready.config, phases.started):
         with command.reserve:
             summary = _train(kind, ready, command, gpus, console, hooks)
-        if summary["status"] == STOPPED and command.budget and command.budget.reason:
-            summary["reason"] = command.budget.reason
+        of_budget = command.budget and command.budget.reason
+        if summary["status"] == STOPPED and (reason := of_budget or command.stop.told()):
+            summary["reason"] = reason
         journal.ended(summary["status"], summary["seconds"], summary.get("reason"))
         tell_end(ready.config.run.name, summary["status"])
     phases.seconds["workers"] = summary.pop("group_s")  # of the last group

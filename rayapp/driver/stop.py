@@ -33,6 +33,7 @@ from rayapp.storage import Storage
 POLL_S = 0.5
 LEAST_WAIT_S = 60.0
 SIGNALLED = b"signal\n"  # content of a STOP file that a driver has written itself
+TOLD = "sweep"  # content of a STOP file begins so where a sweep ends its trial, and says why
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 logger = logging.getLogger("rayapp.driver")
@@ -93,6 +94,14 @@ class Stop:
         # In a thread: the caller may be in the middle of a request to the same storage.
         threading.Thread(target=self._tell_workers, name="stop", daemon=True).start()
 
+    def told(self) -> str | None:
+        """Return why a sweep has asked for the stop; None: nobody has told why."""
+        try:
+            reason = self._run.read(run_folder.STOP)
+        except FileNotFoundError:
+            return None
+        return reason.decode(errors="replace").strip() if reason.startswith(TOLD.encode()) else None
+
     def check(self) -> None:
         """Raise StopAsked if a stop was requested."""
         if self.asked():
@@ -149,6 +158,19 @@ class Stop:
             logger.error("the workers cannot be asked to stop: %s", error)
 
 
+def reached(
+    max_usd: float | None, max_hours: float | None, wall_s: float, usd: float | None, who: str
+) -> str | None:
+    """Return which budget is reached by these seconds and USD; None: none is."""
+    for name, limit, spent, unit in (
+        ("max_usd", max_usd, usd, "USD"),
+        ("max_hours", max_hours, wall_s / 3600.0, "hours"),
+    ):
+        if limit is not None and spent is not None and spent >= limit:
+            return f"{name}={limit:g} is reached: {who} taken {spent:.2f} {unit}"
+    return None
+
+
 class Budget:
     """What all commands of a run may spend together."""
 
@@ -174,17 +196,10 @@ class Budget:
     def _reached(self) -> str | None:
         if self._run.max_usd is None and self._run.max_hours is None:
             return None
-        wall_s, usd = self._journal.spent(self._clock.time())
-        for name, limit, spent, unit in (
-            ("max_usd", self._run.max_usd, usd, "USD"),
-            ("max_hours", self._run.max_hours, wall_s / 3600.0, "hours"),
-        ):
-            if limit is not None and spent is not None and spent >= limit:
-                return (
-                    f"run.{name}={limit:g} is reached: the run has taken {spent:.2f} {unit}. "
-                    f"The same command with a larger run.{name} goes on"
-                )
-        return None
+        spent = self._journal.spent(self._clock.time())
+        told = reached(self._run.max_usd, self._run.max_hours, *spent, "the run has")
+        more = told and f"The same command with a larger run.{told.partition('=')[0]} goes on"
+        return told and f"run.{told}. {more}"
 
 
 def budget_problems(

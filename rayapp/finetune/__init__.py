@@ -6,12 +6,14 @@ The package imports its public names on first use, so that a mistake in a config
 torch and Ray are imported.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayapp.finetune.prepared_run import RunFailed, finetune
+    from rayapp.finetune.sweeping import sweep
 
-__all__ = ["RunFailed", "finetune"]
+__all__ = ["RunFailed", "finetune", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,7 +21,6 @@ def __getattr__(name: str) -> Any:
         from rayapp.driver.ray_session import tell_ray
 
         tell_ray()
-        from rayapp.finetune import prepared_run
-
-        return getattr(prepared_run, name)
+        module = "sweeping" if name == "sweep" else "prepared_run"
+        return getattr(import_module(f"rayapp.finetune.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

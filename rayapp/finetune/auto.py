@@ -179,13 +179,13 @@ def _capacity_gib(config: Config, gpus: bool) -> float | None:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     if started_here() and not gpus:
-        return _free_gib(gpus, config.cluster.min_workers)
+        return free_gib(gpus, config.cluster.min_workers)
     need = placement.needs(config)
     del need["CPU"]
     group: Any = None  # not that of a trial of Ray Tune, which has no room for the task
     outside: Any = PlacementGroupSchedulingStrategy(group)
     task = ray.remote(num_cpus=0, num_gpus=need.pop("GPU", 0), resources=need, max_retries=0)(
-        _free_gib
+        free_gib
     )
     asked = task.options(scheduling_strategy=outside).remote(gpus, config.cluster.min_workers)
     if not ray.wait([asked], timeout=ASK_S)[0]:
@@ -194,7 +194,8 @@ def _capacity_gib(config: Config, gpus: bool) -> float | None:
     return float(ray.get(asked))
 
 
-def _free_gib(gpus: bool, workers: int) -> float:
+def free_gib(gpus: bool, workers: int) -> float:
+    """Return how much memory of this node each of so many workers may take, in GiB."""
     import ray
     import torch
     from ray._private.utils import estimate_available_memory  # psutil's, within a container's limit
