@@ -95,14 +95,14 @@ def spoiling_worker(rank: int, world: int, spec: LanguageSpec, case: str) -> Non
     from test_train_loop import worker
 
     spoil, said, large = SPOILT[case]
-    original = trainer.export
+    original = trainer.export_model
 
     def export(spec: LanguageSpec, parts: Any, ends: Any, storage: Storage, device: Any) -> None:
         original(spec, parts, ends, storage, device)
         if rank == 0:
             spoil(Path((storage / MODEL).url))
 
-    trainer.export = export
+    trainer.export_model = export
     exported.MOST_BYTES = 0 if large else exported.MOST_BYTES
     with pytest.raises(WrongExport, match=said) as caught:
         worker(rank, world, spec, "", False)
