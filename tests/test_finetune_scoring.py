@@ -111,7 +111,7 @@ def scored(folder: Path, name: str, world: int) -> tuple[Path, Any]:
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"every_steps": 4})})
     spec = replace(
         spec_of(config, folder, STEPS),
-        tasks=tuple(items_for(folder, score) for score in ("regex", "loss", "choice")),
+        tasks=tuple(items_for(folder, score) for score in ("regex", "loss", "choice", "base")),
     )
     rendezvous, summary = str(folder / f"{name}-{os.urandom(4).hex()}"), folder / f"{name}.json"
     processes.spawn(worker, world, rendezvous, spec, str(summary), False)
@@ -131,7 +131,7 @@ def test_answers_and_losses_are_the_same_at_any_number_of_workers(
             [json.loads(line) for line in (run / items_file(step)).read_text().splitlines()]
             for run, _ in done.values()
         )
-        assert len(one) == 3 * COUNT
+        assert len(one) == 4 * COUNT
         assert [item.get("answer") for item in one] == [item.get("answer") for item in two]
         losses = [[item["nats"] for item in each if "nats" in item] for each in (one, two)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3)
@@ -143,6 +143,7 @@ def test_scores_are_what_transformers_computes(
 ) -> None:
     """Before the first step by the base's folder, at the end by the exported one."""
     run, summary = done[2]
+    said = dict[tuple[int, ...], str]()
     for step, folder in ((0, inputs / "model"), (STEPS, run / "model")):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         lines = [json.loads(line) for line in (run / items_file(step)).read_text().splitlines()]
@@ -161,7 +162,9 @@ def test_scores_are_what_transformers_computes(
                 told[0, len(item.prompt) :], skip_special_tokens=True
             )
             assert answered["answer"] == text
-        for item, chosen in zip(items_for(inputs, "choice").items, lines[2 * COUNT :], strict=True):
+        for item, chosen in zip(
+            items_for(inputs, "choice").items, lines[2 * COUNT : 3 * COUNT], strict=True
+        ):
             losses = {}
             for choice in item.choices:
                 with torch.no_grad():
@@ -172,6 +175,17 @@ def test_scores_are_what_transformers_computes(
                 )
             assert chosen["answer"] == min(losses, key=lambda each: float(losses[each]))
             assert chosen["right"] == (chosen["answer"] == item.wanted)
+        tokenizer = load_tokenizer(str(folder))
+        for item, kept in zip(items_for(inputs, "base").items, lines[3 * COUNT :], strict=True):
+            said.setdefault(item.prompt, kept["wanted"])
+            assert kept["wanted"] == said[item.prompt], "the base's own answer, at each evaluation"
+            ids = [*item.prompt, *tokenizer(kept["wanted"], add_special_tokens=False)["input_ids"]]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, len(item.prompt) - 1 : -1]
+            nats = F.cross_entropy(logits, torch.tensor(ids[len(item.prompt) :]), reduction="sum")
+            assert kept["nats"] == pytest.approx(float(nats), rel=1e-3, abs=1e-3)
+            if step == 0:
+                assert logits.argmax(-1).tolist() == ids[len(item.prompt) :]
     before, after = (summary["tasks"]["loss"][when] for when in ("before", "after"))
     assert after["value"] < before["value"] and before["low"] < before["value"] < before["high"]
     assert summary["eval_metrics"]["loss"] == after["value"]
@@ -183,7 +197,7 @@ def test_the_figures_are_in_the_metrics_of_each_evaluation(
     run, summary = done[1]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = {line["step"]: line["eval_metrics"] for line in lines if line["eval_metrics"]}
-    assert [*told] == [4] and told[4].keys() == {"regex", "loss", "choice"}
+    assert [*told] == [4] and told[4].keys() == {"regex", "loss", "choice", "base"}
     right = summary["tasks"]["regex"]
     assert right["items"] == COUNT and len(right["shown"]) == 6
     assert {item["wanted"] for item in right["shown"]} == {" a says", " b says", " c says"}

@@ -29,7 +29,7 @@ from rayapp.config.lora import Lora
 from rayapp.config.optimizers import OPTIMIZERS, OptimizerName, TrainSection
 from rayapp.config.sections import Eval as SharedEval
 from rayapp.config.sections import RunConfig, indivisible
-from rayapp.config.tasks import Tasks
+from rayapp.config.tasks import LOSSES, Tasks
 from rayapp.config.text import shown
 
 Precision = Literal["fp32", "bf16", "fp8"]
@@ -242,7 +242,7 @@ class Config(RunConfig):
     def evaluated(self) -> dict[str, bool]:
         """The figures of an evaluation by name, each with whether a higher one is better."""
         tasks = self.eval.tasks.items()
-        return super().evaluated | {name: task.score != "loss" for name, task in tasks}
+        return super().evaluated | {name: task.score not in LOSSES for name, task in tasks}
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""

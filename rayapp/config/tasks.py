@@ -13,7 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from rayapp.config.code import CODE_PATTERN
 from rayapp.config.fields import Section, Text, comma_list, mapping
 
-SCORES = ("exact", "normalised", "number", "json", "regex", "choice", "loss")
+SCORES = ("exact", "normalised", "number", "json", "regex", "choice", "loss", "base")
+LOSSES = ("loss", "base")  # in nats per token, better if lower
 
 
 class EvalTask(Section):
@@ -24,7 +25,8 @@ class EvalTask(Section):
     number: the same last number. json: an equal value. regex: the answer contains a match of the
     reference, a pattern. choice: nothing is generated; of the record's `choices`, or else of all
     references, the model finds the reference likeliest. loss: nothing is generated; the score is
-    the loss of the references. `mypackage.module:function`: it returns whether (answer, reference)
+    the loss of the references. base: the loss of what the base answers before the first step.
+    `mypackage.module:function`: it returns whether (answer, reference)
     is right."""
     max_tokens: int = Field(default=256, ge=1, le=65_536)
     """Maximum number of tokens of an answer."""

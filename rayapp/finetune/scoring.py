@@ -15,6 +15,7 @@ import math
 import re
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rayapp.config.code import load_code
+from rayapp.config.tasks import LOSSES
 from rayapp.data.packing import IGNORE
 from rayapp.data.task_items import Item, TaskItems
 from rayapp.data.token_rows import StepRows
@@ -29,7 +31,6 @@ from rayapp.finetune.model_parts import Parts
 from rayapp.finetune.samples import generated
 from rayapp.observe.records import Estimate, ScoredItem, TaskResult
 from rayapp.observe.run_folder import items_file
-from rayapp.observe.words import TASK_LOSS
 from rayapp.storage import Storage
 from rayapp.train.engine import Engine, inputs
 from rayapp.train.loop import Interrupted
@@ -152,6 +153,12 @@ def score_tasks(
         match each.task.score:
             case "loss":
                 found = _losses(each, parts, engine, room)
+            case "base":
+                said = _said_before(each.name, storage, engine) if step else None
+                if said is None:
+                    said = _generated(each, parts, engine, max(room, LEAST_ROOM), stops)
+                same = len(said) == len(each.items)  # else the run began without these items
+                found = _losses(_answered(each, said, parts), parts, engine, room) if same else []
             case "choice":
                 found = _choices(each, parts, engine, room)
             case _:
@@ -175,16 +182,7 @@ def _answers(
     task: TaskItems, parts: Parts, engine: Engine, room: int, *, stops: Collection[int]
 ) -> list[ScoredItem]:
     """Let the model answer each item, and judge the answers; none if the judge has raised."""
-    texts = generated(
-        parts,
-        [item.prompt for item in task.items],
-        engine.device,
-        engine.control,
-        task.task.max_tokens,
-        stops=stops,
-        leave=partial(_leave, engine),
-        room=room,
-    )
+    texts = _generated(task, parts, engine, room, stops)
     scored, judge = list[ScoredItem](), _judge(task.task.score)
     for item, text in zip(task.items, texts, strict=True):
         try:
@@ -196,6 +194,37 @@ def _answers(
             return []
         scored.append({**_told(task, item), "answer": text, "right": right})
     return scored
+
+
+def _generated(
+    task: TaskItems, parts: Parts, engine: Engine, room: int, stops: Collection[int]
+) -> list[str]:
+    return generated(
+        parts,
+        [item.prompt for item in task.items],
+        engine.device,
+        engine.control,
+        task.task.max_tokens,
+        stops=stops,
+        leave=partial(_leave, engine),
+        room=room,
+    )
+
+
+def _said_before(name: str, storage: Storage, engine: Engine) -> list[str]:
+    """Return what the base answered to a task's items, as rank 0 reads the items of step 0."""
+    items = _by_task(storage, 0).get(name, ()) if dist.get_rank() == 0 else ()
+    said = [[item["wanted"] for item in items]]
+    dist.broadcast_object_list(said, src=0, group=engine.control)
+    return said[0]
+
+
+def _answered(task: TaskItems, said: Sequence[str], parts: Parts) -> TaskItems:
+    """Return a task with these texts as the wanted answers."""
+    ids = parts.tokenizer(list(said), add_special_tokens=False)["input_ids"] if said else []
+    each = zip(task.items, said, map(tuple, ids), strict=True)
+    items = (replace(item, wanted=text, answer=answer) for item, text, answer in each)
+    return replace(task, items=tuple(items))
 
 
 def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
@@ -281,7 +310,7 @@ def _told(task: TaskItems, item: Item) -> ScoredItem:
 
 
 def _figure(task: TaskItems, scored: Sequence[ScoredItem]) -> Estimate:
-    if task.task.score == TASK_LOSS:
+    if task.task.score in LOSSES:
         nats, tokens = zip(*((each["nats"], each["tokens"]) for each in scored), strict=True)
         return estimated_loss(nats, tokens)
     return estimate([each["right"] for each in scored])
@@ -322,7 +351,7 @@ def _compared(
         "before": _figure(task, before) if before else None,
         "after": _figure(task, after),
     }
-    if task.task.score != TASK_LOSS:
+    if task.task.score not in LOSSES:
         result["shown"] = [
             {
                 "asked": item["asked"],

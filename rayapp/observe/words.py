@@ -16,6 +16,7 @@ from typing import Literal
 
 from rich import filesize
 
+from rayapp.config.tasks import LOSSES
 from rayapp.observe.metrics import held_out_figure
 from rayapp.observe.records import Estimate, RunResult, TaskResult
 
@@ -25,7 +26,6 @@ BARS = "▁▂▃▄▅▆▇█"  # from low to high
 TASK_HEAD = ("task", "items", "figure", "before", "after")
 TASK_SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
 TASK_SHOWN = ("asked", "before", "after", "wanted")
-TASK_LOSS = "loss"  # the score of a task whose items have no right answer
 number_of_bytes = partial(filesize.decimal, precision=2)  # "1.54 MB"
 SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k"))
 
@@ -151,7 +151,7 @@ def task_rows(results: Mapping[str, TaskResult]) -> list[list[str]]:
         [
             name,
             f"{each['items']:,}",
-            "nats/token" if each["score"] == TASK_LOSS else f"right ({each['score']})",
+            "nats/token" if each["score"] in LOSSES else f"right ({each['score']})",
             _estimated(each["score"], each["before"]),
             _estimated(each["score"], each["after"]),
         ]
@@ -202,6 +202,6 @@ def _estimated(score: str, estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
     value, low, high = (estimate[name] for name in ("value", "low", "high"))
-    if score == TASK_LOSS:
+    if score in LOSSES:
         return f"{value:.2f} ({low:.2f} to {high:.2f})"
     return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")
