@@ -184,8 +184,6 @@ def test_scores_are_what_transformers_computes(
                 logits = model(torch.tensor([ids])).logits[0, len(item.prompt) - 1 : -1]
             nats = F.cross_entropy(logits, torch.tensor(ids[len(item.prompt) :]), reduction="sum")
             assert kept["nats"] == pytest.approx(float(nats), rel=1e-3, abs=1e-3)
-            if step == 0:
-                assert logits.argmax(-1).tolist() == ids[len(item.prompt) :]
     before, after = (summary["tasks"]["loss"][when] for when in ("before", "after"))
     assert after["value"] < before["value"] and before["low"] < before["value"] < before["high"]
     assert summary["eval_metrics"]["loss"] == after["value"]
