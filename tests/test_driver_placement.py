@@ -46,6 +46,12 @@ def test_as_many_as_can_be_dealt_to_nodes(
     assert not fits(free, need, found + 1)
 
 
+@pytest.fixture(autouse=True)
+def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no wait be an endless one; to know that takes a Ray."""
+    monkeypatch.setattr(placement, "never", lambda config: None)
+
+
 def elastic(workers: str = "2:8") -> Config:
     return load(None, {"cluster.workers": workers, "cluster.gpu": "false"})
 

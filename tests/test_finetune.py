@@ -811,12 +811,14 @@ def test_a_trial_of_ray_tune_reports_each_step(ray_here: None, files: Path, tmp_
 
 
 @pytest.mark.full
-def test_the_documented_trials_end(tmp_path: Path) -> None:
-    """On 4 CPUs, with a config of the folder that they are started in, whose `runs` they use."""
+@pytest.mark.parametrize(("limit", "trials"), [("max_concurrent_trials=1", 2), ("", 4)])
+def test_the_documented_trials_end(tmp_path: Path, limit: str, trials: int) -> None:
+    """On 4 CPUs, which four trials would hold; with a config of the folder they are started in."""
     page = (Path(__file__).parent.parent / "docs" / "own_code.md").read_text()
     (code,) = re.findall(r"```python\n(import os\n.*?)```", page, re.DOTALL)
     assert "max_concurrent_trials=1" in code and "[1e-3, 3e-3]" in code
-    code = code.replace("[1e-3, 3e-3]", "[0.001, 0.002]")
+    code = code.replace("max_concurrent_trials=1", limit)
+    code = code.replace("[1e-3, 3e-3]", str([n / 1000 for n in range(1, trials + 1)]))
     temporary = tempfile.mkdtemp()
     start = f"import ray\nray.init('local', num_cpus=4, _temp_dir={temporary!r})\n"
     (tmp_path / "sweep.py").write_text(
@@ -841,6 +843,12 @@ def test_the_documented_trials_end(tmp_path: Path) -> None:
     )
     shutil.rmtree(temporary, ignore_errors=True)
     said = done.stdout + done.stderr
-    assert said.count("ended None") == 2, said
-    assert {each.name for each in (tmp_path / "runs").glob("lr-*")} == {"lr-0.001", "lr-0.002"}
-    assert len(list((tmp_path / "runs" / ".prepared").glob("*/manifest.json"))) == 1
+    if limit:
+        assert said.count("ended None") == trials, said
+        assert {each.name for each in (tmp_path / "runs").glob("lr-*")} == {"lr-0.001", "lr-0.002"}
+        assert len(list((tmp_path / "runs" / ".prepared").glob("*/manifest.json"))) == 1
+    else:
+        assert said.count("ended None") < trials, said
+        refused = r"(\d) trials that wait as this one does hold \1 of 4 CPUs, and a run needs 3"
+        assert re.search(refused, said), said
+        assert "Set max_concurrent_trials=1 in tune.TuneConfig, or fewer CPUs for a trial" in said

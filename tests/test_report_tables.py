@@ -10,7 +10,7 @@ from run_folders import RunFolder, eventful
 
 from rayapp import report
 from rayapp.observe.run_folder import REPORT
-from rayapp.report import folder, pages, tables
+from rayapp.report import card, folder, pages, tables
 from rayapp.storage import open_storage
 
 
@@ -98,3 +98,20 @@ def test_sources_show_what_was_trained_on_and_their_last_losses(tmp_path: Path) 
     read = folder.read(run.run)
     read.plan["data"] = {"sources": {"b": part}}  # type: ignore[typeddict-item]
     assert tables.sources(read)[0][-1] == "3.5000"
+
+
+def test_the_figures_of_an_exported_best_are_of_its_step(tmp_path: Path) -> None:
+    """The tile and the card tell the exported model's loss; the chart has the later ones too."""
+    run = RunFolder(open_storage(str(tmp_path)), "best", 8)
+    for step in range(1, 9):
+        run.train(1, at=step - 1, eval_loss={2: 3.0, 4: 2.0, 6: 2.5}.get(step))
+    held = {"eval_loss": 2.0, "eval_loss_per_byte": 0.5}
+    best = {"figure": "eval_loss", "step": 4, "held_out": held, "since": 2}
+    run.end(**held, best=best, last={"step": 8, "eval_loss": 2.75})
+    read = folder.read(run.run)
+    assert [(line["step"], line["eval_loss"]) for line in read.held] == [
+        *((2, 3.0), (4, 2.0), (6, 2.5), (8, 2.75)),
+    ]
+    (tile,) = tables._held_tiles(read)
+    assert (tile.value, tile.detail) == ("2.0000", "0.5000 per byte, step 4")
+    assert ["held-out loss, nats per token", "2.0000"] in [*card._results(read)]

@@ -112,6 +112,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, product.Done]:
             product.Run("one", best),
             product.Run("killed", best | {"checkpoint.every_steps": 3}, ((1, 7), (2, None))),
             product.Run("met", best | {"eval.gate": gates[:1]}, ((2, None),)),
+            product.Run("whole", best | {"eval.patience": "none"}),
             product.Run("rejected", best | {"eval.gate": gates}),
         ],
         root,
@@ -137,6 +138,13 @@ def test_a_run_ends_when_it_has_enough_and_exports_the_best(runs: dict[str, prod
     expected = weights(runs["until"])
     for name, tensor in weights(one).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_a_run_to_its_end_tells_its_last_evaluation_too(runs: dict[str, product.Done]) -> None:
+    one, whole = runs["one"].summary, runs["whole"].summary
+    assert whole["steps"] == 40 and whole["best"]["step"] == one["best"]["step"]
+    assert whole["last"]["step"] == 40 and whole["last"]["eval_loss"] > whole["eval_loss"]
+    assert whole["eval_loss"] == one["eval_loss"] and "last" not in one
 
 
 @pytest.mark.parametrize("name", ["killed", "met"])

@@ -72,6 +72,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
 
 
 def byte_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are the bytes of UTF-8 and SPECIALS."""
     return train_bpe(iter([""]), vocab_size=256 + len(SPECIALS))
 
 
@@ -114,6 +115,7 @@ def pieces(tokenizer: Any, names: Sequence[str]) -> dict[int, list[int]]:
 
 
 def save_tokenizer(tokenizer: Any, storage: Storage) -> None:
+    """Write the files of a tokenizer into a folder."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):

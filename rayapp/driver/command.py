@@ -243,9 +243,11 @@ def _train(
     kind: Kind, ready: CheckedRun, command: Command, gpus: bool, console: Console, hooks: Hooks
 ) -> Summary:
     """Prepare and train; return rank 0's summary, or `as_it_stands` if no worker could give one."""
+    endless = placement.refusing_endless_waits(ready.config)  # for room to prepare the data
 
     def tend() -> None:
         command.check()
+        endless()
         command.logs.refresh()
 
     try:

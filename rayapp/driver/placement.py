@@ -16,22 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, Described, Place, RunConfig
-from rayapp.driver.ray_session import uses_gpus
+from rayapp.config import INSTANCE_LABEL, MARKET_LABEL, ConfigError, Described, Place, RunConfig
+from rayapp.driver.ray_session import most_resources, uses_gpus
 
 POLL_S = 1.0
 SETTLE_S = 5.0  # room for fewer than all must stay the same this long: nodes come and go in groups
 NOTE_EVERY_S = 10.0
+ENDLESS_S = 30.0
 CONNECT_S = 2.0
 PROBES = 32  # nodes that are probed at once
 SHOWN_COMMAND = 80  # characters
-OF_TRIALS = (
-    "trials of Ray Tune hold CPUs while they wait. Set max_concurrent_trials in tune.TuneConfig, "
-    "or fewer CPUs for a trial, as in tune.with_resources(trial, {'CPU': 0.1})"
-)
 
 
 def needs(config: RunConfig) -> dict[str, float]:
+    """Return the Ray resources that one worker needs, by name."""
     gpu = {"GPU": 1.0} if uses_gpus(config) else {}
     return {"CPU": 1.0, **gpu, **config.cluster.resources}
 
@@ -127,10 +125,14 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
     autoscaler makes room. `note` is told what fits and who holds the rest, at first and every
     NOTE_EVERY_S seconds, while it waits. `check` is called every POLL_S seconds and may end the
     wait by raising.
+
+    Raises:
+        ConfigError: the wait would have no end.
     """
     least, most = config.cluster.min_workers, config.cluster.max_workers
     seen, since, noted = -1, time.monotonic(), -math.inf
     wanted = f"{'at least ' * is_elastic(config)}{least} worker{'s' * (least > 1)}"
+    endless = refusing_endless_waits(config)
     with ExitStack() as stack:
         placed: Callable[[], bool] | None = None
         while True:
@@ -144,11 +146,60 @@ def wait_for_room(config: RunConfig, note: Callable[[str], None], check: Callabl
                     placed = stack.enter_context(demand(config, least))
                 if placed is not None and placed():
                     return least
+                endless()
                 if now - noted >= NOTE_EVERY_S:
                     noted = now
                     note(f"{seen} of {wanted} fit; {taken()}")
             check()
             time.sleep(POLL_S)
+
+
+def refusing_endless_waits(config: RunConfig) -> Callable[[], None]:
+    """Return a function for a run that waits: it raises ConfigError if no room will ever come.
+
+    It must be so for ENDLESS_S: another trial may be about to end.
+    """
+    since = math.inf
+
+    def check() -> None:
+        nonlocal since
+        problem, now = never(config), time.monotonic()
+        since = min(since, now) if problem else math.inf
+        if problem and now - since >= ENDLESS_S:
+            raise ConfigError([problem])
+
+    return check
+
+
+def never(config: RunConfig) -> str | None:
+    """Return why no room can come: actors that wait as this one does hold it; None if it can.
+
+    These are the trials of Ray Tune, which wait for their runs, or any actors of one class.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    me = context.get_actor_id()
+    if me is None:  # a driver, which holds nothing
+        return None
+    actors = {actor.actor_id.hex(): actor for actor in _alive_actors()}
+    kind = [(each.job_id, each.class_name) for each in (actors[me], *actors.values())]
+    alike, mine = kind.count(kind[0]) - 1, context.get_assigned_resources()
+    whole, limits = ray.cluster_resources(), most_resources()
+    workers = config.cluster.min_workers
+    for name, amount in needs(config).items():
+        needed = amount * workers + (name == "CPU")
+        there, held = max(whole.get(name, 0.0), limits.get(name, 0.0)), mine.get(name, 0.0)
+        if held and there - alike * held < needed:
+            few = math.floor((there - needed) / held)
+            fix = f"max_concurrent_trials={few} in tune.TuneConfig, or " if few > 0 else ""
+            return (
+                f"cluster.workers={config.cluster.workers} will never have room: {alike} trials "
+                f"that wait as this one does hold {alike * held:g} of {there:g} {name}s, and a run "
+                f"needs {needed:g} beside them. Set {fix}fewer {name}s for a trial, as in "
+                f"tune.with_resources(trial, {{{name!r}: 0.1}})"
+            )
+    return None
 
 
 @contextmanager
@@ -168,7 +219,7 @@ def demand(config: RunConfig, workers: int) -> Iterator[Callable[[], bool]]:
 
 
 def taken() -> str:
-    """Say how much of the cluster is taken, and by which jobs; in an actor, what actors hold."""
+    """Say how much of the cluster is taken, and by which jobs."""
     import ray
 
     whole, free = ray.cluster_resources(), ray.available_resources()
@@ -179,23 +230,21 @@ def taken() -> str:
     ]
     jobs = holders()
     by = f" by {', '.join(jobs)}" if jobs else ""
-    trials = "" if ray.get_runtime_context().get_actor_id() is None else f"; {OF_TRIALS}"
-    return f"{' and '.join(amounts) or 'no CPU is there, and none'} are taken{by}{trials}"
+    return f"{' and '.join(amounts) or 'no CPU is there, and none'} are taken{by}"
 
 
 def holders() -> list[str]:
     """Return the jobs whose actors hold CPUs or GPUs, each by its name, else its id or command."""
-    from ray._private.state import state  # the public API needs a dashboard
+    from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
     table: Any = gcs_pb2
-    holders, accessor = [], state._connect_and_get_accessor()
-    alive = map(table.ActorTableData.FromString, accessor.get_actor_table(None, "ALIVE"))
     holding = {
         actor.job_id
-        for actor in alive
+        for actor in _alive_actors()
         if any(name.startswith(("CPU", "GPU")) for name in actor.required_resources)
     }
+    holders, accessor = [], state._connect_and_get_accessor()
     for raw in accessor.get_job_table(
         skip_submission_job_info_field=True, skip_is_running_tasks_field=True
     ):
@@ -205,3 +254,12 @@ def holders() -> list[str]:
             name = metadata.get("job_name") or metadata.get("job_submission_id")
             holders.append(f"job {name}" if name else f"`{job.entrypoint[:SHOWN_COMMAND]}`")
     return holders
+
+
+def _alive_actors() -> list[Any]:
+    from ray._private.state import state  # the public API needs a dashboard
+    from ray.core.generated import gcs_pb2
+
+    table: Any = gcs_pb2
+    found = state._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+    return [*map(table.ActorTableData.FromString, found)]

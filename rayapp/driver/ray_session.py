@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -205,10 +205,8 @@ def check_cluster(config: RunConfig) -> None:
         ConfigError: naming what is there.
     """
     import ray
-    from ray._private.state import state  # no public call gives what an autoscaler may add
 
-    resources = ray.cluster_resources()
-    limits = state.get_max_resources_from_cluster_config() or {}
+    resources, limits = ray.cluster_resources(), most_resources()
     workers = config.cluster.min_workers
     needed = {
         "CPU": float(workers + 1),
@@ -230,7 +228,15 @@ def check_cluster(config: RunConfig) -> None:
         )
 
 
+def most_resources() -> Mapping[str, float]:
+    """Return the resources that the cluster may grow to; empty without an autoscaler."""
+    from ray._private.state import state  # no public call gives what an autoscaler may add
+
+    return state.get_max_resources_from_cluster_config() or {}
+
+
 def gpus_here() -> int:
+    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()

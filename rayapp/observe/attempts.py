@@ -218,6 +218,7 @@ def _reason(error: BaseException) -> str:
 
 
 def log_name(attempt: int) -> str:
+    """Return the file of an attempt's log in the run's folder."""
     return f"{LOGS}/attempt-{attempt}.txt"
 
 

@@ -198,6 +198,7 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def part_name(start: int) -> str:
+    """Return the file of the lines that begin at byte `start` of metrics.jsonl."""
     return f"{METRICS_PARTS}/{start:015d}.jsonl"
 
 

@@ -287,6 +287,8 @@ class FinalFigures(HeldOut, total=False):
     """By name of eval.tasks."""
     best: Best
     """The evaluation whose checkpoint was exported, by checkpoint.best."""
+    last: Evaluated
+    """The evaluation of the last step, where an earlier one was exported."""
     gate: list[Judged]
     classes: Classes
     experts: list[Annotated[list[Count], Field(min_length=1)]] | None

@@ -81,6 +81,7 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
+    """Yield (group/name, number) of a line's figures, as trackers name them."""
     for field, key, value in figures_of(line):
         group = FIELDS.get(field, OWN).group
         if group:

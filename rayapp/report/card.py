@@ -193,7 +193,7 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
         ("eval_loss_per_byte", "held-out loss, nats per byte"),
         ("eval_top1", "held-out top-1"),
     ):
-        if (value := run.held_last(name)) is not None:
+        if (value := run.held_figure(name)) is not None:
             yield [what, text(name, value)]
     for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
         yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]

@@ -129,8 +129,8 @@ def _figures(unit: Unit) -> list[tuple[str, Callable[[ReportedRun], Any], Any, A
     accuracy = ("eval_top1", max) if unit is IMAGES else ("eval_loss_per_byte", min)
     return [
         ("status", attrgetter("status"), None, str),
-        ("eval_loss", methodcaller("held_last", "eval_loss"), min, None),
-        (accuracy[0], methodcaller("held_last", accuracy[0]), accuracy[1], None),
+        ("eval_loss", methodcaller("held_figure", "eval_loss"), min, None),
+        (accuracy[0], methodcaller("held_figure", accuracy[0]), accuracy[1], None),
         ("training loss", methodcaller("recent", "loss"), min, partial(text, "loss")),
         ("own_loss", methodcaller("recent", "own_loss"), None, None),
         ("step", attrgetter("step"), None, None),

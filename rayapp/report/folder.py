@@ -168,8 +168,16 @@ class ReportedRun:
         """Return a figure of all evaluations, or one of eval.metrics; NaN: not known."""
         return np.array([held_out_figure(line, name) for line in self.held], np.float64)
 
-    def held_last(self, name: str) -> float | None:
-        return figure(self.held[-1], name) if self.held else None
+    @property
+    def held_model(self) -> Evaluated | None:
+        """The evaluation of the exported model; without `best`, the last one."""
+        step = self.result["best"]["step"] if "best" in self.result else None
+        of_best = (line for line in self.held if line["step"] == step)
+        return next(of_best, self.held[-1] if self.held else None)
+
+    def held_figure(self, name: str) -> float | None:
+        """Return a figure of the exported model; None if it is not known."""
+        return None if self.held_model is None else figure(self.held_model, name)
 
 
 def read(storage: Storage) -> ReportedRun:
@@ -199,7 +207,10 @@ def read(storage: Storage) -> ReportedRun:
     account = now.account
     if not account.wall_s:  # nothing is known of its time
         account = replace(account, goodput={}, cost_usd=None)
-    at_end: Any = [{**current, "step": current["steps"]}] if "steps" in current else []
+    at_end: list[Any] = []
+    if "steps" in current:
+        step = current["best"]["step"] if "best" in current else current["steps"]
+        at_end = [{**current, "step": step}, *([current["last"]] if "last" in current else [])]
     held: list[Any] = [*statuses.read_validations(storage), *steps.held, *at_end]
     by_step = {line["step"]: line for line in held if line.get("eval_loss") is not None}
     return ReportedRun(

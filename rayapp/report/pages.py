@@ -94,10 +94,12 @@ def _save(page: bytes, out: str) -> str:
 
 
 def run_page(run: ReportedRun) -> bytes:
+    """Return a run's report.html."""
     return _page("run.html", [run])
 
 
 def comparison_page(runs: Sequence[ReportedRun]) -> bytes:
+    """Return the page that compares runs."""
     return _page("runs.html", runs)
 
 

@@ -77,15 +77,15 @@ def _tile(name: str, value: float | None, detail: str) -> Tile:
 
 
 def _held_tiles(run: ReportedRun) -> list[Tile]:
-    """Return the last held-out loss; for images also top-1 and top-5 accuracy."""
-    if not run.held:
+    """Return the exported model's held-out loss; for images also top-1 and top-5 accuracy."""
+    if run.held_model is None:
         return []
-    loss, step = run.held_last("eval_loss"), f"step {run.held[-1]['step']:,}"
+    loss, step = run.held_figure("eval_loss"), f"step {run.held_model['step']:,}"
     if run.unit is IMAGES:
-        top5 = f"top-5 {words.share(run.held_last('eval_top5'))}, {step}"
-        top1 = _tile("eval_top1", run.held_last("eval_top1"), top5)
+        top5 = f"top-5 {words.share(run.held_figure('eval_top5'))}, {step}"
+        top1 = _tile("eval_top1", run.held_figure("eval_top1"), top5)
         return [top1, _tile("eval_loss", loss, run.unit.loss)]
-    per_byte = text("loss", run.held_last("eval_loss_per_byte"))
+    per_byte = text("loss", run.held_figure("eval_loss_per_byte"))
     return [_tile("eval_loss", loss, f"{per_byte} per byte, {step}")]
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rayapp.observe.activity import Phases
 from rayapp.observe.metrics import HeldOut, MetricsLine
 from rayapp.observe.metrics_log import MetricsLog
-from rayapp.observe.records import Summary, Validation
+from rayapp.observe.records import Evaluated, Summary, Validation
 from rayapp.observe.run_folder import DONE, MOVED, REJECTED, STOPPED
 from rayapp.observe.words import number
 from rayapp.storage import Storage, open_storage
@@ -106,11 +106,7 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     schedule(engine, spec, trainer, saver, leaving)
     try:
         if not first_step:
-            before = partial(trainer.before_first_step, engine)
-            if engine.evaluate and any(each.base for each in spec.config.eval.conditions):
-                before = partial(engine.evaluate, 0)
-            engine.before, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
-            phases.end("before_first_step")
+            evaluate_before(trainer, engine)
         profiled = spec.config.train.profiled if rank == 0 else range(0)
         profiler = Profiler(storage, profiled, context.device)
         last = None if engine.left else train(engine, context, first_step, log, profiler)
@@ -136,12 +132,22 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     return {**summary, "seconds": phases.seconds}
 
 
+def evaluate_before(trainer: Trainer, engine: Engine) -> None:
+    """Evaluate what the run starts with; all of it, if a condition of eval.gate needs the base."""
+    before = partial(trainer.before_first_step, engine)
+    if engine.evaluate and any(each.base for each in trainer.spec.config.eval.conditions):
+        before = partial(engine.evaluate, 0)
+    engine.before, engine.left = loop.evaluate_or_leave(engine, before, CONTINUE)
+    engine.phases.end("before_first_step")
+
+
 def conclude(trainer: Trainer, engine: Engine, storage: Storage, steps: int) -> Summary:
     """Evaluate after the last step, go back to the best one, judge it by eval.gate, and export it.
 
     Returns the fields of a summary that this adds or changes.
     """
     config, at, held_out = trainer.spec.config, steps, HeldOut()
+    last: Evaluated | None = None
     if engine.evaluate is not None and engine.left != ENOUGH:
         held_out = engine.evaluate(steps)
         engine.best.take(steps, held_out)
@@ -150,6 +156,8 @@ def conclude(trainer: Trainer, engine: Engine, storage: Storage, steps: int) -> 
     if best is not None and best["step"] != steps:
         engine.phases.begin("going back to the best checkpoint", f"of step {best['step']}")
         if go_back_to(trainer, storage, best["step"]):
+            if held_out:
+                last = {**held_out, "step": steps}
             at, held_out = best["step"], best["held_out"]
         elif engine.evaluate is not None and not held_out:
             held_out = engine.evaluate(steps)
@@ -157,6 +165,7 @@ def conclude(trainer: Trainer, engine: Engine, storage: Storage, steps: int) -> 
     missed = [each for each in found if not each["met"]]
     export = config.checkpoint.export and not missed
     summary = cast(Summary, trainer.finish(engine, storage, at, held_out, export=export))
+    summary |= {"last": last} if last else {}
     summary |= {"gate": found} if found else {}
     summary |= {"best": best} if best is not None and at == best["step"] else {}
     if missed:
