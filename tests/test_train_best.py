@@ -142,9 +142,9 @@ def test_a_run_ends_when_it_has_enough_and_exports_the_best(runs: dict[str, prod
 
 def test_a_run_to_its_end_tells_its_last_evaluation_too(runs: dict[str, product.Done]) -> None:
     one, whole = runs["one"].summary, runs["whole"].summary
-    assert whole["steps"] == 40 and whole["best"]["step"] == one["best"]["step"]
+    assert whole["steps"] == 40 > whole["best"]["step"] >= one["best"]["step"]
     assert whole["last"]["step"] == 40 and whole["last"]["eval_loss"] > whole["eval_loss"]
-    assert whole["eval_loss"] == one["eval_loss"] and "last" not in one
+    assert whole["eval_loss"] <= one["eval_loss"] and "last" not in one
 
 
 @pytest.mark.parametrize("name", ["killed", "met"])
