@@ -93,8 +93,10 @@ def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
 
-RecordKind = Literal["text", "prompt", "chat"]
+RecordKind = Literal["text", "prompt", "chat", "preference", "chat_preference"]
 DataKind = Literal["auto", RecordKind]
+PairObjective = Literal["dpo", "ipo", "orpo", "simpo"]
+Objective = Literal["sft", PairObjective]
 Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(none_or)]
@@ -140,6 +142,8 @@ class Unit:
 
     one: str
     many: str
+    divisor: str = ""
+    """What a loss is the mean over, where that is not the unit."""
 
     @property
     def per_s(self) -> str:
@@ -154,10 +158,11 @@ class Unit:
     @property
     def loss(self) -> str:
         """Unit of a loss."""
-        return f"nats per {self.one}"
+        return f"nats per {self.divisor or self.one}"
 
 
 TOKENS, IMAGES = UNITS = (Unit("token", "tokens"), Unit("image", "images"))
+PAIRS = Unit("token", "tokens", "pair")
 
 
 def unit_of(names: Iterable[str]) -> Unit:

@@ -14,6 +14,7 @@ from rayapp.config.fields import (
     Beta,
     Codes,
     DataKind,
+    Objective,
     OptionalCode,
     OptionalFloat,
     OptionalInt,
@@ -80,8 +81,8 @@ class Data(Section):
     """auto, text, jsonl, json (an array), csv, tsv, parquet, arrow, or `mypackage.module:function`,
     which yields records. auto: detect the format from the file names and the first bytes."""
     kind: DataKind = "auto"
-    """Kind of the records: text, prompt (with completion) or chat. auto: detect the kind from the
-    columns (docs/data.md lists the shapes)."""
+    """Kind of the records: text, prompt (with completion) or chat; preference: pairs of answers as
+    texts, chat_preference: as chats. auto: detect the kind from the columns (docs/data.md)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
     """Known column names and your names for them, e.g. `{question: problem, answer: solution}`."""
     chat_template: OptionalStr = None
@@ -124,6 +125,16 @@ class Train(TrainSection):
     micro_batch: AutoInt = Field(default=None, ge=1)
     """Rows per forward and backward pass on one worker. auto: the largest number that the plan
     expects to fit into memory; it is halved after a step that runs out of memory."""
+    objective: Objective = "sft"
+    """sft: the cross-entropy of the labels. dpo, ipo, orpo, simpo: the loss of pairs of a chosen
+    and a rejected answer (docs/preference.md)."""
+    beta: float = Field(default=0.1, gt=0)
+    """Strength of the preference: dpo, ipo and simpo scale the log-probabilities by it, orpo weighs
+    the odds ratio with it. The papers use 0.1 for dpo, ipo and orpo, and 2 to 10 for simpo."""
+    margin: float = Field(default=0.5, ge=0)
+    """Margin between the rewards of the two answers that simpo asks for (its gamma)."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the chosen answer's mean cross-entropy, added to dpo, ipo or simpo; orpo has it."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit: AdamW with 8-bit moments (torchao). muon: Muon for the matrices of the blocks and
     AdamW for all other parameters, with the same lr."""
@@ -143,7 +154,8 @@ class Train(TrainSection):
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the z-loss (squared log of the softmax's sum); not in the displayed loss."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the target, 0-1, spread over the vocabulary; not in the displayed loss."""
+    """Fraction of the target, 0-1, spread over the vocabulary; not in the displayed loss. With dpo
+    and simpo: fraction of the pairs, below 0.5, that are taken to be the wrong way round."""
     router_loss: AutoFloat = Field(default=None, ge=0)
     """Weight of the experts' load-balancing loss in the objective; not in the displayed loss. auto:
     router_aux_loss_coef of config.json, whatever output_router_logits is. 0: no such loss."""
@@ -314,6 +326,7 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"train.freeze={shown(list(train.freeze))} is in conflict: with model.{other} {why}. "
             f"{cure}",
         )
+    yield from _preference(config)
     yield from _adapters(config)
     taken = {name.rpartition(":")[2] for name in config.eval.metrics}
     for name in taken & config.eval.tasks.keys():
@@ -321,6 +334,28 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             ("eval.tasks", "eval.metrics"),
             f"eval.tasks.{name} is in conflict: eval.metrics has a function with the same name. "
             "Rename one of the two",
+        )
+
+
+def _preference(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    train = config.train
+    if train.objective == "sft":
+        return
+    why = f"is in conflict: train.objective={train.objective} is a loss of pairs of answers"
+    others = {
+        "loss": (train.loss is not None, f"train.loss={train.loss}"),
+        "z_loss": (train.z_loss > 0, f"train.z_loss={train.z_loss}"),
+        "loss_kernel": (train.loss_kernel != "chunked", f"train.loss_kernel={train.loss_kernel}"),
+    }
+    for name, (is_set, value) in others.items():
+        if is_set:
+            yield ("train.objective", f"train.{name}"), f"{value} {why}. Remove it"
+    smoothed = train.label_smoothing
+    if smoothed and (train.objective not in ("dpo", "simpo") or smoothed >= 0.5):
+        yield (
+            ("train.objective", "train.label_smoothing"),
+            f"train.label_smoothing={smoothed} is in conflict: only dpo and simpo take it, below "
+            "0.5. Set train.label_smoothing=0",
         )
 
 

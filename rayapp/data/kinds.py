@@ -18,6 +18,8 @@ from rayapp.config.fields import RecordKind
 from rayapp.data.messages import SPEAKING, said_by, tools_of
 
 NOT_UNICODE = "has text that is not Unicode (half of a surrogate pair)"
+ANSWERS = ("chosen", "rejected")  # the columns of pairs, in the order of their documents
+EQUAL = "has equal 'chosen' and 'rejected' answers"
 AS_TEXT = re.compile(r"\[\s*\{\s*['\"](role|content)['\"]\s*:")  # as a cell of CSV may hold
 
 Row = Mapping[str, Any]
@@ -36,6 +38,9 @@ class KindOfRecord:
     messages: Callable[[Row], Sequence[Row]] | None = None
     """Return the messages of a valid record, which a chat template renders. None: every column is
     a text, and no template is used."""
+    asks: Callable[[Row], Any] | None = None
+    """Of pairs of a chosen and a rejected answer: return what both answer. Records that ask the
+    same are all trained on, or all held out. None: a record is no pair."""
 
 
 def problem_of(value: Any, kind: RecordKind) -> str | None:
@@ -64,6 +69,12 @@ def texts_of(value: Any, kind: RecordKind) -> list[str]:
     return [value[name] for name in KINDS[kind].columns]
 
 
+def are_pairs(kind: str) -> bool:
+    """Return whether each record of a kind has a chosen and a rejected answer."""
+    found = KINDS.get(cast(RecordKind, kind))
+    return found is not None and found.asks is not None
+
+
 def takes_template(kind: str) -> bool:
     """Return whether a chat template renders the records of a kind; `auto` is no kind."""
     found = KINDS.get(cast(RecordKind, kind))
@@ -83,6 +94,38 @@ def _problem_of_prompt(record: Row) -> str | None:
         if problem := _problem_of_column(record, name):
             return problem
     return None
+
+
+def _problem_of_preference(record: Row) -> str | None:
+    for name in ("prompt", *ANSWERS):
+        if problem := _problem_of_column(record, name):
+            return problem
+    return _problem_of_answers(*(record[name] for name in ANSWERS))
+
+
+def _problem_of_answers(chosen: str, rejected: str) -> str | None:
+    for name, answer in zip(ANSWERS, (chosen, rejected), strict=True):
+        if not answer.strip():
+            return f"has an empty {name!r} answer"
+    return EQUAL if chosen == rejected else None
+
+
+def _problem_of_chat_preference(record: Row) -> str | None:
+    for name in ANSWERS:
+        if problem := _problem_of_chat({**record, "messages": record[name]}):
+            return problem.replace("'messages'", repr(name))
+        if record[name][-1]["role"] != "assistant":
+            return f"has {name!r} messages that do not end with the assistant's"
+    if _asked(record) != list(record["rejected"][:-1]):
+        return "has 'chosen' and 'rejected' messages that answer different prompts"
+    last = [record[name][-1] for name in ANSWERS]
+    if any(message.get(name) for message in last for name in SPEAKING):
+        return EQUAL if last[0] == last[1] else None
+    return _problem_of_answers(*map(said_by, last))
+
+
+def _asked(record: Row) -> list[Row]:
+    return list(record["chosen"][:-1])
 
 
 def _problem_of_text(text: str) -> str | None:
@@ -155,4 +198,14 @@ KINDS: Mapping[RecordKind, KindOfRecord] = {
     "text": KindOfRecord(("text",), 3, lambda record: _problem_of_column(record, "text")),
     "prompt": KindOfRecord(("prompt", "completion"), 3, _problem_of_prompt),
     "chat": KindOfRecord(("messages",), 4, _problem_of_chat, lambda record: record["messages"]),
+    "preference": KindOfRecord(
+        ("prompt", *ANSWERS), 1, _problem_of_preference, asks=lambda record: record["prompt"]
+    ),
+    "chat_preference": KindOfRecord(
+        ANSWERS,
+        1,
+        _problem_of_chat_preference,
+        lambda record: [*record["chosen"], *record["rejected"]],
+        _asked,
+    ),
 }

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,8 +38,10 @@ MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 
 # document  what a user wrote: tokens, with BOS and EOS where the tokenizer wants them
 # position  one (input, label) pair of a document, or one place of a row
+# pair      a chosen and a rejected document end to end, which are packed as one and never cut
 # piece     at most seq_len positions of one document, laid into a row in one stretch
-# segment   the number of a piece within its row: 1, 2, ...; 0 is padding
+# segment   the number of a piece within its row: 1, 2, ...; 0 is padding. Of the k-th pair of a
+#           row, 2k - 1 is the chosen document and 2k the rejected one
 # row       seq_len positions: pieces, then padding
 #
 # Letters in shapes: S = seq_len, T tokens of all documents, D documents, P pieces, N rows.
@@ -111,6 +113,7 @@ class RowLayout:
     lengths: Ints  # positions of each piece, [P]
     row_of: Ints  # row of each piece, ascending, [P]; the pieces of a row ascend too
     values: npt.NDArray[np.float32]  # numbers of each piece's record, [P, columns]
+    edges: Ints | None  # of pairs: positions of each piece's chosen document, [P]
     num_rows: int
     num_documents: int  # empty ones included
     num_empty: int  # documents of fewer than 2 tokens, which have no target: no row has them
@@ -142,22 +145,64 @@ def pack(
     pad_id: int = 0,
     best_fit: bool = True,
     truncate: bool = False,
+    pairs: bool = False,
 ) -> Packed:
     """Lay documents into rows of `seq_len` positions.
 
     `best_fit=False` gives each piece a row of its own. `truncate=True` keeps the first piece of a
     long document and drops the rest. Rows are ordered by their first document, and documents ascend
-    within a row. The result depends on the arguments only.
+    within a row. The result depends on the arguments only. With `pairs` the documents are chosen
+    and rejected ones in turn; pairs that no row can hold are left out.
     """
-    docs = list(documents)
+    docs, edges = list(documents), None
+    if pairs:
+        every = (joined(*two, seq_len, truncate) for two in zip(docs[::2], docs[1::2], strict=True))
+        kept = [pair for pair in every if pair is not None]
+        docs, edges = [pair.document for pair in kept], np.array([pair.edge for pair in kept], int)
     lengths = np.array([len(doc.tokens) for doc in docs], dtype=np.int64)  # [D]
-    layout = lay_out(lengths, seq_len, best_fit=best_fit, truncate=truncate)
+    layout = lay_out(lengths, seq_len, best_fit=best_fit, truncate=truncate, edges=edges)
     tokens = np.concatenate([np.empty(0, np.int32), *(doc.tokens for doc in docs)], dtype=np.int32)
     bears_loss = np.concatenate([np.empty(0, np.bool_), *(doc.loss for doc in docs)])  # [T]
     no_bytes = np.empty(0, np.uint8)
     num_bytes = np.concatenate([no_bytes, *(doc.num_bytes for doc in docs)])  # [T]
     rows = filled(layout, 0, layout.num_rows, tokens, bears_loss, num_bytes, pad_id)
     return Packed(rows, layout)
+
+
+class Pair(NamedTuple):
+    """A chosen and a rejected document end to end."""
+
+    document: Document
+    edge: int
+    """Tokens of the chosen document."""
+    cut: int
+    """Tokens that were cut off to fit into a row."""
+
+
+def joined(chosen: Document, rejected: Document, seq_len: int, truncate: bool) -> Pair | None:
+    """Join a pair, cut to fit into a row; None if it cannot.
+
+    The tokens that both begin with and that bear no loss, i.e. the prompt, are cut from the left,
+    alike in both. With `truncate` the answers are cut from the right where that does not suffice.
+    """
+    both, least = (chosen, rejected), min(len(chosen.tokens), len(rejected.tokens))
+    same = chosen.tokens[:least] == rejected.tokens[:least]  # [least]
+    shared = same & ~chosen.loss[:least] & ~rejected.loss[:least]
+    prompt = least if shared.all() else int(shared.argmin())
+    too_many = sum(len(each.tokens) for each in both) - 1 - seq_len
+    first = max(0, min(-(-too_many // 2), prompt - 1))  # a token is left to predict the answer
+    last = first + (seq_len + 1) // 2 if truncate and too_many > 2 * first else None
+    parts = [
+        [getattr(each, name)[first:last] for name in ("tokens", "loss", "num_bytes")]
+        for each in both
+    ]
+    parts[1][1] = parts[1][1].copy()
+    parts[1][1][0] = False  # the label of the chosen document's last token
+    if any(not loss[1:].any() for _, loss, _ in parts):
+        return None
+    document = Document(*map(np.concatenate, zip(*parts, strict=True)))
+    cut = too_many + 1 + seq_len - len(document.tokens)
+    return Pair(document, len(parts[0][0]), cut) if len(document.tokens) <= seq_len + 1 else None
 
 
 def lay_out(
@@ -168,11 +213,13 @@ def lay_out(
     truncate: bool = False,
     firsts: Ints | None = None,
     values: npt.NDArray[np.float32] | None = None,
+    edges: Ints | None = None,
 ) -> RowLayout:
     """Choose the rows of documents of these lengths, [D]; see `pack`.
 
     `firsts` are the first tokens of the documents, by default those of documents end to end;
-    `values` are the numbers of their records, [D, columns].
+    `values` are the numbers of their records, [D, columns]. With `edges`, [D], each document is a
+    pair, and its edge is the number of tokens of the chosen one.
     """
     row_dtype(seq_len)  # refuses a length that no row can have
     num_positions = np.maximum(num_tokens - 1, 0)  # [D]
@@ -180,7 +227,8 @@ def lay_out(
     firsts = np.cumsum(num_tokens) - num_tokens if firsts is None else firsts  # [D]
     document, starts, lengths = _cut(firsts, kept, seq_len)  # [P], [P], [P]
     values = np.empty((len(kept), 0), np.float32) if values is None else values  # [D, columns]
-    row_of = _best_fit(lengths, seq_len) if best_fit else np.arange(len(lengths))  # [P]
+    most = MAX_SEGMENTS if edges is None else MAX_SEGMENTS // 2
+    row_of = _best_fit(lengths, seq_len, most) if best_fit else np.arange(len(lengths))  # [P]
     by_row = np.argsort(row_of, kind="stable")  # [P], ascending pieces within a row
     return RowLayout(
         seq_len=seq_len,
@@ -188,6 +236,7 @@ def lay_out(
         lengths=lengths[by_row],
         row_of=row_of[by_row],
         values=values[document[by_row]],
+        edges=None if edges is None else edges[document[by_row]],
         num_rows=int(row_of.max(initial=-1)) + 1,
         num_documents=len(num_tokens),
         num_empty=int(np.count_nonzero(num_positions == 0)),
@@ -201,6 +250,7 @@ def lay_out(
 def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
     """Put the rows of groups of documents one after another."""
     rows = np.cumsum([0, *(layout.num_rows for layout in layouts)])
+    edges = [layout.edges for layout in layouts]
     pairs = zip(layouts, rows[:-1], strict=True)
     return RowLayout(
         seq_len=layouts[0].seq_len,
@@ -208,6 +258,7 @@ def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
         lengths=np.concatenate([layout.lengths for layout in layouts]),
         row_of=np.concatenate([layout.row_of + first for layout, first in pairs]),
         values=np.concatenate([layout.values for layout in layouts]),
+        edges=None if None in edges else np.concatenate(edges),
         num_rows=int(rows[-1]),
         **{name: sum(getattr(layout, name) for layout in layouts) for name in COUNTS},
     )
@@ -250,6 +301,12 @@ def filled(
         segments[row, here] = number
         if columns:
             rows["values"][row, :, here] = values[piece, :, None]
+    if layout.edges is not None:
+        segments *= 2
+        for row, place, edge in zip(
+            *(c.tolist() for c in (row_of, places, layout.edges[begin:end])), strict=True
+        ):
+            segments[row, place : place + edge] -= 1
     labels[~bears] = IGNORE
     rows["target_bytes"] = np.sum(counts, axis=1, dtype=np.int64, where=bears)
     return rows
@@ -295,8 +352,8 @@ def _cut(offsets: Ints, num_positions: Ints, seq_len: int) -> tuple[Ints, Ints, 
     return document, offsets[document] + done, np.minimum(num_positions[document] - done, seq_len)
 
 
-def _best_fit(lengths: Ints, seq_len: int) -> Ints:
-    """Choose a row for each piece by best-fit decreasing: [P] -> [P].
+def _best_fit(lengths: Ints, seq_len: int, most: int) -> Ints:
+    """Choose a row for each of at most `most` pieces to a row by best-fit decreasing: [P] -> [P].
 
     Pieces are placed from the longest down, equal ones in their own order, each into the open row
     with the least free space that still holds it; among equals, into the row opened first. The
@@ -320,7 +377,7 @@ def _best_fit(lengths: Ints, seq_len: int) -> Ints:
             held.append(1)
         chosen.append(row)
         free -= length
-        if free and held[row] < MAX_SEGMENTS:
+        if free and held[row] < most:
             heappush(rows_with.setdefault(free, []), row)
             sizes |= 1 << free
     row_of = np.empty(len(lengths), dtype=np.int64)

@@ -191,7 +191,7 @@ def prepare_unit(
                     held_out = sources.is_eval(piece, record.drawn, fraction)
                     if evaluated or not held_out:
                         split = "eval" if held_out else "train"
-                        rows.add(split, record, piece.is_stream)
+                        rows.add(split, piece, record)
         summary = rows.summary()
     storage.write(_hashes_name(index), bytes(rows.hashes))
     write_account(storage, unit_name(index), summary)

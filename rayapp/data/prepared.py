@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from pydantic import TypeAdapter
 
+from rayapp.data.kinds import are_pairs
 from rayapp.data.report import Counts, DataReport, added, summed
 from rayapp.data.token_rows import PLACED, TokenRows, checksum_of, seed_of, stored_bytes
 from rayapp.order import SOURCE_ROWS, fingerprint
@@ -71,6 +72,12 @@ class Prepared:
         """Columns whose numbers the rows carry; the same of all sources of a mixture."""
         each = (part for name, part in self.parts.items() if name.rpartition(" ")[2] == "values")
         return len(cast(list[str], next(each, [])))
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the rows hold chosen and rejected documents in turn."""
+        each = (part for name, part in self.parts.items() if name.rpartition(" ")[2] == "kind")
+        return are_pairs(str(next(each, "")))
 
     @property
     def held_out_ends(self) -> tuple[int, ...]:
@@ -130,8 +137,10 @@ class Prepared:
         """Open the rows of `train` or `eval`."""
         storage = open_storage(self.url)
         if split == "train" and self.windows:
-            return rows_of_windows(storage, self.shards_of_windows, self.seq_len, self.columns)
-        return TokenRows(storage, self.shards[split], self.seq_len, columns=self.columns)
+            of_rows = self.seq_len, self.columns, self.pairs
+            return rows_of_windows(storage, self.shards_of_windows, *of_rows)
+        shards = self.shards[split]
+        return TokenRows(storage, shards, self.seq_len, columns=self.columns, pairs=self.pairs)
 
     def num_rows(self, split: str) -> int:
         return int(self.counts[split]["rows"])
@@ -273,7 +282,11 @@ def parts_of_mixture(
 
 
 def rows_of_windows(
-    storage: Storage, sources: Sequence[Sequence[tuple[str, int]]], seq_len: int, columns: int = 0
+    storage: Storage,
+    sources: Sequence[Sequence[tuple[str, int]]],
+    seq_len: int,
+    columns: int = 0,
+    pairs: bool = False,
 ) -> TokenRows:
     """Return the rows of each source's windows, those of source j from j * SOURCE_ROWS on."""
     firsts = [
@@ -283,7 +296,7 @@ def rows_of_windows(
             itertools.accumulate(rows for _, rows in shards), shards, strict=True
         )
     ]
-    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts, columns)
+    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts, columns, pairs)
 
 
 def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:

@@ -328,7 +328,8 @@ class GrowingRows:
             follow=tuple(known < count for known, count in pairs),
         )
         rows = self.rows
-        self.rows = rows_of_windows(rows.storage, self._shards, rows.seq_len, rows.columns)
+        of_rows = rows.seq_len, rows.columns, rows.pairs
+        self.rows = rows_of_windows(rows.storage, self._shards, *of_rows)
 
 
 @lru_cache(maxsize=2**16)

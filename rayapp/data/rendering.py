@@ -2,7 +2,8 @@
 
     document, problem = Renderer(load_tokenizer(folder), "chat").document({"messages": [...]})
 
-In `text` every token bears loss, in `prompt` those of the completion. Both kinds begin with the
+In `text` every token bears loss, in `prompt` those of the completion, in both kinds of preference
+those of the two answers, of which each has a document. Both kinds begin with the
 tokens that the tokenizer puts before a text (BOS), and end with one end-of-text token, which bears
 loss too. In `chat` the assistant's tokens bear loss; the template writes begin and end.
 """
@@ -28,7 +29,7 @@ from rayapp.data.control import (
     TEXT,
     ControlTokens,
 )
-from rayapp.data.kinds import KINDS, problem_of, takes_template
+from rayapp.data.kinds import ANSWERS, EQUAL, KINDS, problem_of, takes_template
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
 from rayapp.data.tokens import token_bytes
@@ -50,11 +51,15 @@ Made: TypeAlias = tuple[Document | None, str | None]
 def content_of(value: Any, kind: RecordKind) -> bytes:
     """Return the content that identifies a valid record: its text columns, and no others.
 
+    Pairs are identified by what both answer.
+
     >>> content_of({"text": "a", "id": 7}, "text") == content_of("a", "text")
     True
     """
     if kind == "text":
         return str(value if isinstance(value, str) else value["text"]).encode()
+    if (asks := KINDS[kind].asks) is not None:
+        return AS_JSON.encode(asks(value)).encode()
     return AS_JSON.encode([value[name] for name in KINDS[kind].columns]).encode()
 
 
@@ -102,6 +107,11 @@ class Renderer:
                 made = self._prompts(good)
             case "chat":
                 made = self._chats(good)
+            case "preference":
+                made = _paired(self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS]))
+            case "chat_preference":
+                each = [{**v, "messages": _last_alone(v[name])} for v in good for name in ANSWERS]
+                made = _paired(self._chats(each))
             case _:
                 assert_never(self.kind)
         rest = iter(made)
@@ -237,6 +247,27 @@ class Renderer:
         ((texts, note),) = self.chats.render([marked])
         document = self._of_chat([self.control.encode(*each) for each in texts])
         return document, note or (IS_TEXT if document else None)
+
+
+def _paired(made: Sequence[Made]) -> list[Made]:
+    """Return each pair of documents as the rejected one, whose `earlier` is the chosen one."""
+    pairs: list[Made] = []
+    for (chosen, note), (rejected, other) in zip(made[::2], made[1::2], strict=True):
+        if chosen is None or rejected is None:
+            pairs.append((None, note if chosen is None else other))
+        elif np.array_equal(chosen.tokens, rejected.tokens):
+            pairs.append((None, EQUAL))
+        else:
+            assert not (chosen.earlier or rejected.earlier), "one answer bears loss"
+            pairs.append((replace(rejected, earlier=(chosen,)), note or other))
+    return pairs
+
+
+def _last_alone(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return a chat of which only the last message bears loss."""
+    *before, last = messages
+    read = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in before]
+    return [*read, {**last, "weight": 1}]
 
 
 def _tokens_of(encoding: Any, count: int, first: int, last: int) -> slice:

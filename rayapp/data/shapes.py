@@ -3,13 +3,14 @@
     shape = shape_of({"question": "2 + 2?", "answer": "4"})      # .kind == "chat"
     value = standard({"question": "2 + 2?", "answer": "4"}, "chat")["messages"]
 
-The standard records are {"text"}, {"prompt", "completion"} and {"messages"}; these are passed on as
-they are. docs/data.md has one row of each shape.
+The standard records are {"text"}, {"prompt", "completion"}, {"messages"} and, of a chosen and a
+rejected answer, {"prompt", "chosen", "rejected"} as texts or {"chosen", "rejected"} as messages. docs/data.md has one row of each shape.
 """
 
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from rayapp.config.fields import DataKind, RecordKind
 from rayapp.data import sources
+from rayapp.data.kinds import ANSWERS
 from rayapp.data.messages import FIELDS
 
 Row = Mapping[str, Any]
@@ -162,11 +164,93 @@ def _of_turns(row: Row) -> Row:
     return _chat(row, [*prompt, *row["completion"]])
 
 
+def _pair_of_turns(row: Row) -> Row:
+    """Put the prompt, messages or a text, before the two answers, unless these repeat it."""
+    prompt = row.get("prompt") or []
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    made = {}
+    for name in ANSWERS:
+        turns = row[name]
+        if not all(isinstance(turn, Mapping) for turn in [*prompt, *turns]):
+            raise ShapeError("has a message without role and content")
+        begins = bool(turns) and turns[0].get("role") == "assistant"
+        made[name] = _chat(row, [*prompt, *turns] if begins else list(turns))
+    return _of_pairs(made)
+
+
+def _of_pairs(made: Mapping[str, Row]) -> Row:
+    more = {name: value for name, value in made["chosen"].items() if name != "messages"}
+    return {name: made[name]["messages"] for name in ANSWERS} | more
+
+
+def _pair_of_questions(row: Row) -> Row:
+    question = _text(row, "question" if "question" in row else "prompt", needed=True)
+    return _of_pairs(
+        {name: _chat(row, _pair(question, _text(row, name, needed=True))) for name in ANSWERS}
+    )
+
+
+def _pair_of_texts(row: Row) -> Row:
+    """Take what both texts begin with, up to a space or line end, as the prompt of both."""
+    chosen, rejected = (_text(row, name, needed=True) for name in ANSWERS)
+    shared = os.path.commonprefix([chosen, rejected])
+    size = max(shared.rfind(" "), shared.rfind("\n") + 1, 0)
+    return {"prompt": shared[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
+
+
+def _pair_of_scored(row: Row) -> Row:
+    """Take the answers with the highest and the lowest score."""
+    answers = row["completions"]
+    if not isinstance(answers, list) or not all(isinstance(each, Mapping) for each in answers):
+        raise ShapeError("has 'completions' that are not a list of answers with scores")
+    scored = []
+    for each in answers:
+        name = next((name for name in ("overall_score", "score") if name in each), "score")
+        if (score := _number(each.get(name))) is None:
+            raise ShapeError(f"has an answer without a {name!r}")
+        scored.append((score, _text(each, "response", needed=True)))
+    if len({score for score, _ in scored}) < 2:
+        raise ShapeError("has no two answers with different scores")
+    (_, chosen), (_, rejected) = (pick(scored, key=lambda each: each[0]) for pick in (max, min))
+    question = _text(row, "instruction", needed=True)
+    return _pair_of_questions({**row, "question": question, "chosen": chosen, "rejected": rejected})
+
+
 def _pair(question: Any, answer: Any) -> list[Row]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 SHAPES = (
+    RecordShape(
+        "pairs of chats",
+        "chat_preference",
+        ANSWERS,
+        ("prompt", "system", *OF_CHATS),
+        {"chat_preference": _pair_of_turns},
+        True,
+    ),
+    RecordShape(
+        "pairs",
+        "preference",
+        ("prompt", *ANSWERS),
+        ("system",),
+        {"preference": lambda row: row, "chat_preference": _pair_of_questions},
+    ),
+    RecordShape(
+        "pairs of answers",
+        "chat_preference",
+        ("question", *ANSWERS),
+        ("system",),
+        {"chat_preference": _pair_of_questions},
+    ),
+    RecordShape("pairs of texts", "preference", ANSWERS, (), {"preference": _pair_of_texts}),
+    RecordShape(
+        "scored answers",
+        "chat_preference",
+        ("instruction", "completions"),
+        ("system",),
+        {"chat_preference": _pair_of_scored},
+    ),
     RecordShape("messages", "chat", ("messages",), OF_CHATS),
     RecordShape(
         "turns", "chat", ("prompt", "completion"), (*OF_CHATS, "system"), {"chat": _of_turns}, True
@@ -245,13 +329,18 @@ def number_in(row: Any, name: str) -> float:
         raise ShapeError(
             f"has no column {name!r}, which a parameter of train.loss names (it {has})"
         )
-    try:
-        number = np.nan if isinstance(row[name], bool) else float(row[name])
-    except (TypeError, ValueError, OverflowError):
-        number = np.nan
-    if not abs(number) <= LARGEST:
+    if (number := _number(row[name])) is None:
         raise ShapeError(f"has a {name!r} that is not a finite number, which train.loss needs")
     return number
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number that float32 holds, also of text; None for all else."""
+    try:
+        number = np.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST else None
 
 
 def unused(row: Any, kind: RecordKind) -> tuple[str, ...]:

@@ -295,11 +295,15 @@ def stream(
 
 
 def steps(
-    shard: Shard, micro_batch: int, num_micro_batches: int, source_ends: tuple[int, ...] = ()
+    shard: Shard,
+    micro_batch: int,
+    num_micro_batches: int,
+    source_ends: tuple[int, ...] = (),
+    pairs: bool = False,
 ) -> Iterator[StepRows]:
-    """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
+    """Yield this rank's steps from its part of the stream; the last two are as in StepRows."""
     for step, arrays, ends in parts(shard, micro_batch, num_micro_batches):
-        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends)
+        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends, pairs=pairs)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

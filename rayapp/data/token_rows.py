@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from rayapp.data.packing import IGNORE, attended_pairs, boundaries, position_ids, row_dtype
+from rayapp.data.packing import (
+    IGNORE,
+    MAX_SEGMENTS,
+    attended_pairs,
+    boundaries,
+    position_ids,
+    row_dtype,
+)
 from rayapp.order import EMPTY, Order, StepCounts, row_digest
 from rayapp.storage import Storage, StorageError
 
@@ -76,17 +83,25 @@ class StepRows:
     """Whether the rows of the next step come in another block; the same on all ranks"""
     values: np.ndarray[Any, Any] | None = None
     """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
+    pairs: bool = False
+    """Whether the documents of a row are chosen and rejected ones in turn"""
+
+    def weights(self) -> np.ndarray[Any, Any]:
+        """Return what divides the loss of each row, int64 [m, b]: its labels, or its pairs."""
+        if self.pairs:
+            return self.segments.max(-1, initial=0).astype(np.int64) // 2
+        return (self.labels != IGNORE).sum(-1)
 
     def counts(self) -> StepCounts:
-        """Return the counts of this rank's rows; the loss-bearing tokens divide the loss."""
-        targets = (self.labels != IGNORE).sum(-1)  # [m, b]
+        """Return the counts of this rank's rows."""
+        weights = self.weights()
         return StepCounts(
-            weight=int(targets.sum()),
+            weight=int(weights.sum()),
             tokens=int((self.segments != 0).sum()),
-            targets=int(targets.sum()),
+            targets=int((self.labels != IGNORE).sum()),
             attended_pairs=attended_pairs(self.segments),
             target_bytes=int(self.target_bytes.sum()),
-            targets_by_source=tuple(int(targets[mine].sum()) for mine in self.of_source()),
+            weight_by_source=tuple(int(weights[mine].sum()) for mine in self.of_source()),
         )
 
     def of_source(self) -> np.ndarray[Any, Any]:
@@ -106,8 +121,8 @@ class StepRows:
         )
 
     def weight(self, i: int, j: int) -> int:
-        """Return the divisor of one row's loss: its loss-bearing labels."""
-        return int((self.labels[i, j] != IGNORE).sum())
+        """Return the divisor of one row's loss: its loss-bearing labels, or its pairs."""
+        return int(self.weights()[i, j])
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
         """Return what the model takes of a micro-batch, or of some of its rows.
@@ -116,7 +131,9 @@ class StepRows:
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
         source, bool [sources, b], if there are several; `trained` are the places of the labels that
-        bear loss, int64 [labels], unless nearly all do; `values` are float32 [columns, b, S].
+        bear loss, int64 [labels], unless nearly all do and there are no pairs; `values` are float32 [columns, b, S];
+        `answers`, of pairs, are the loss-bearing labels of each chosen and rejected document in
+        turn, int64 [2 pairs].
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -131,12 +148,15 @@ class StepRows:
         if present.any() and not present.all():
             found["present"] = present
         trained = self.labels[i][rows] != IGNORE
-        if trained.mean() <= MOST_TRAINED:
+        if self.pairs or trained.mean() <= MOST_TRAINED:
             found["trained"] = np.flatnonzero(trained)
         if self.source_ends:
             found["of_source"] = self.of_source()[:, i][:, rows]
         if self.values is not None:
             found["values"] = self.values[i][rows].swapaxes(0, 1).copy()
+        if self.pairs:
+            row = np.arange(len(segments))[:, None] * (MAX_SEGMENTS + 1)
+            found["answers"] = np.unique((row + segments)[trained], return_counts=True)[1]
         return found
 
 
@@ -150,8 +170,13 @@ class TokenRows:
         seq_len: int,
         firsts: Sequence[int] | None = None,
         columns: int = 0,
+        pairs: bool = False,
     ) -> None:
-        """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending."""
+        """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending.
+
+        `pairs` is as in StepRows.
+        """
+        self.pairs = pairs
         self.storage, self.shards = storage, list(shards)
         self.seq_len, self.columns = seq_len, columns
         self.dtype, self._size = row_dtype(seq_len, columns), stored_bytes(seq_len, columns)
@@ -248,6 +273,7 @@ def _batch(
         ids,
         source_ends,
         values=records["values"].reshape(*shape, rows.columns, -1) if rows.columns else None,
+        pairs=rows.pairs,
     )
 
 

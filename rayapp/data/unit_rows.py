@@ -12,7 +12,17 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.packing import IGNORE, Document, Slices, filled, in_groups, lay_out, row_dtype
+from rayapp.data.kinds import are_pairs
+from rayapp.data.packing import (
+    IGNORE,
+    Document,
+    Slices,
+    filled,
+    in_groups,
+    joined,
+    lay_out,
+    row_dtype,
+)
 from rayapp.data.prepared import MAX_EXAMPLES, SPLITS
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import Counts, UnitSummary, summed
@@ -25,6 +35,11 @@ BATCH_TOKENS = 2**20  # of a stream that are packed at once
 GROUP = 1024  # documents that a later packing packs together
 BATCH_BYTES = 4 * 2**20  # of rows that are made and written at once
 SPOOL_TOKENS = 2**20  # most that are held in memory, at 7 bytes each
+TOO_LONG = (
+    "has answers that do not fit into a row of {} tokens together. Raise data.seq_len, or cut them "
+    "with data.truncate"
+)
+CUT = "has a prompt, or answers, that are cut to fit into a row together"
 TYPES: list[np.dtype[Any]] = [np.dtype(t) for t in (np.int32, np.bool_, np.uint16)]  # a Document's
 
 
@@ -33,14 +48,16 @@ class Spool:
 
     def __init__(self) -> None:
         self.lengths, self.values, self.size = array("q"), array("f"), 0
+        self.edges = array("q")
         self.stack = ExitStack()
         limits = [SPOOL_TOKENS * dtype.itemsize for dtype in TYPES]
         spooled = map(tempfile.SpooledTemporaryFile, limits)
         self.files = [self.stack.enter_context(file) for file in spooled]
 
-    def add(self, document: Document, values: tuple[float, ...] = ()) -> None:
-        """Add a copy of a document at the end."""
+    def add(self, document: Document, values: tuple[float, ...] = (), edge: int = 0) -> None:
+        """Add a copy of a document at the end; `edge` is as in a `Pair`."""
         self.lengths.append(len(document.tokens))
+        self.edges.append(edge)
         self.values.extend(values)
         self.size += len(document.tokens)
         columns = (document.tokens, document.loss, document.num_bytes)
@@ -93,17 +110,31 @@ class UnitRows:
         self.files: dict[str, BinaryIO] = {}
         self.hashes = bytearray()
         """A 64-bit hash of each training document's tokens."""
+        self.chosen: Document | None = None
+        """The first document of a pair whose second is still to come."""
 
-    def add(self, split: str, record: TokenisedRecord, is_stream: bool) -> None:
+    def add(self, split: str, piece: sources.Piece, record: TokenisedRecord) -> None:
         """Add a record's document; a stream or a window, of any size, is packed in parts."""
-        assert record.document is not None
-        self.held[split].add(record.document, record.values)
+        document, edge = record.document, 0
+        assert document is not None
+        if are_pairs(self.recipe.kind):
+            if self.chosen is None:
+                self.chosen = document
+                return
+            pair = joined(self.chosen, document, self.recipe.seq_len, self.recipe.truncate)
+            self.chosen = None
+            if pair is None:
+                self._refuse(TOO_LONG.format(self.recipe.seq_len), piece, record)
+                return
+            document, edge = pair.document, pair.edge
+            self.notes[CUT] += bool(pair.cut)
+        self.held[split].add(document, record.values, edge)
         if split == "train":
-            tokens = np.ascontiguousarray(record.document.tokens).data
+            tokens = np.ascontiguousarray(document.tokens).data
             self.hashes += hashlib.blake2b(tokens, digest_size=8).digest()
         window_bytes = self.recipe.window_bytes
         most = 2 * window_bytes if window_bytes else BATCH_TOKENS
-        in_parts = is_stream or window_bytes is not None
+        in_parts = piece.is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
 
@@ -117,10 +148,13 @@ class UnitRows:
         if record.document is not None:
             self.notes[record.problem] += 1
             return
-        self.bad[record.problem] += 1
-        if record.problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
+        self._refuse(record.problem, piece, record)
+
+    def _refuse(self, problem: str, piece: sources.Piece, record: TokenisedRecord) -> None:
+        self.bad[problem] += 1
+        if problem not in self.examples and len(self.examples) < MAX_EXAMPLES:
             place = sources.place_of(self.source, sources.file_of(self.source, piece), record.place)
-            self.examples[record.problem] = place
+            self.examples[problem] = place
 
     def summary(self) -> UnitSummary:
         """Pack and write what is held; return what is written of the unit."""
@@ -131,7 +165,7 @@ class UnitRows:
             bad=dict(self.bad),
             examples=[(place, why) for why, place in self.examples.items()],
             records=self.records,
-            notes=dict(self.notes),
+            notes=dict(+self.notes),
             blocks=self.blocks,
         )
 
@@ -146,9 +180,11 @@ class UnitRows:
         recipe, lengths = self.recipe, np.array(spool.lengths, np.int64)
         firsts, columns = np.cumsum(lengths) - lengths, len(recipe.values)
         values = np.array(spool.values, np.float32).reshape(len(lengths), columns)
+        edges = np.array(spool.edges, np.int64)
         if recipe.window_bytes is not None or recipe.packing:
             order = shuffled(len(lengths), self.index, recipe.packing)
             lengths, firsts, values = lengths[order], firsts[order], values[order]
+            edges = edges[order]
         # Of documents of different lengths, best fit makes the same rows in any order.
         groups = max(1, len(lengths) // GROUP) if recipe.packing else 1
         layout = in_groups(
@@ -160,6 +196,7 @@ class UnitRows:
                     truncate=recipe.truncate,
                     firsts=firsts[group],
                     values=values[group],
+                    edges=edges[group] if are_pairs(recipe.kind) else None,
                 )
                 for group in np.array_split(np.arange(len(lengths)), groups)
             ]

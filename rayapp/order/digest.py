@@ -58,7 +58,7 @@ class StepCounts(NamedTuple):
     """What the batch of a step, or one rank's part of it, holds."""
 
     weight: int
-    """Divides the loss: loss-bearing tokens, or images."""
+    """Divides the loss: loss-bearing tokens, pairs of answers, or images."""
     tokens: int = 0
     """Input tokens, without padding."""
     targets: int = 0
@@ -68,12 +68,12 @@ class StepCounts(NamedTuple):
     target_bytes: int = 0
     """UTF-8 bytes of the loss-bearing tokens."""
     images: int = 0
-    targets_by_source: tuple[int, ...] = ()
-    """Loss-bearing tokens of each source, if there are several."""
+    weight_by_source: tuple[int, ...] = ()
+    """The weight of each source's rows, if there are several."""
 
     def flat(self) -> list[int]:
         """Return all counts, for a message."""
-        return [*self[:-1], *self.targets_by_source]
+        return [*self[:-1], *self.weight_by_source]
 
     @classmethod
     def of_flat(cls, numbers: Sequence[int]) -> StepCounts:
