@@ -200,7 +200,8 @@ def joined(chosen: Document, rejected: Document, seq_len: int, truncate: bool) -
     parts[1][1][0] = False  # the label of the chosen document's last token
     if any(not loss[1:].any() for _, loss, _ in parts):
         return None
-    document = Document(*map(np.concatenate, zip(*parts, strict=True)))
+    tokens, loss, num_bytes = map(np.concatenate, zip(*parts, strict=True))
+    document = Document(tokens, loss, num_bytes)
     cut = too_many + 1 + seq_len - len(document.tokens)
     return Pair(document, len(parts[0][0]), cut) if len(document.tokens) <= seq_len + 1 else None
 
@@ -250,7 +251,7 @@ def lay_out(
 def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
     """Put the rows of groups of documents one after another."""
     rows = np.cumsum([0, *(layout.num_rows for layout in layouts)])
-    edges = [layout.edges for layout in layouts]
+    edges = [layout.edges for layout in layouts if layout.edges is not None]
     pairs = zip(layouts, rows[:-1], strict=True)
     return RowLayout(
         seq_len=layouts[0].seq_len,
@@ -258,7 +259,7 @@ def in_groups(layouts: Sequence[RowLayout]) -> RowLayout:
         lengths=np.concatenate([layout.lengths for layout in layouts]),
         row_of=np.concatenate([layout.row_of + first for layout, first in pairs]),
         values=np.concatenate([layout.values for layout in layouts]),
-        edges=None if None in edges else np.concatenate(edges),
+        edges=np.concatenate(edges) if edges else None,
         num_rows=int(rows[-1]),
         **{name: sum(getattr(layout, name) for layout in layouts) for name in COUNTS},
     )

@@ -108,7 +108,9 @@ class Renderer:
             case "chat":
                 made = self._chats(good)
             case "preference":
-                made = _paired(self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS]))
+                made = _paired(
+                    self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS])
+                )
             case "chat_preference":
                 each = [{**v, "messages": _last_alone(v[name])} for v in good for name in ANSWERS]
                 made = _paired(self._chats(each))

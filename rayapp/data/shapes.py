@@ -3,14 +3,14 @@
     shape = shape_of({"question": "2 + 2?", "answer": "4"})      # .kind == "chat"
     value = standard({"question": "2 + 2?", "answer": "4"}, "chat")["messages"]
 
-The standard records are {"text"}, {"prompt", "completion"}, {"messages"} and, of a chosen and a
-rejected answer, {"prompt", "chosen", "rejected"} as texts or {"chosen", "rejected"} as messages. docs/data.md has one row of each shape.
+The standard records are {"text"}, {"prompt", "completion"}, {"messages"}, and of a chosen and a
+rejected answer {"prompt", "chosen", "rejected"} as texts, {"chosen", "rejected"} as messages.
+docs/data.md has one row of each shape.
 """
 
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -193,9 +193,10 @@ def _pair_of_questions(row: Row) -> Row:
 def _pair_of_texts(row: Row) -> Row:
     """Take what both texts begin with, up to a space or line end, as the prompt of both."""
     chosen, rejected = (_text(row, name, needed=True) for name in ANSWERS)
-    shared = os.path.commonprefix([chosen, rejected])
-    size = max(shared.rfind(" "), shared.rfind("\n") + 1, 0)
-    return {"prompt": shared[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
+    least = min(len(chosen), len(rejected))
+    same = next((i for i in range(least) if chosen[i] != rejected[i]), least)
+    size = max(chosen.rfind(" ", 0, same), chosen.rfind("\n", 0, same) + 1, 0)
+    return {"prompt": chosen[:size], "chosen": chosen[size:], "rejected": rejected[size:]}
 
 
 def _pair_of_scored(row: Row) -> Row:

@@ -17,7 +17,7 @@ import numpy as np
 from rayapp.config.fields import RecordKind
 from rayapp.config.tasks import EvalTask
 from rayapp.data import first_records, shapes, sources
-from rayapp.data.kinds import messages_of, problem_of
+from rayapp.data.kinds import are_pairs, messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document
 from rayapp.data.prepared import reasons
@@ -77,6 +77,11 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         text = str(error)
         text = text if text.startswith("data.path=") else f"data.path={task.path}: {text}"
         return None, [text.replace("data.path=", f"{field}=", 1)]
+    if are_pairs(found.kind):
+        return None, [
+            f"{field}={task.path} holds pairs of answers, and a task has one right answer. Give "
+            "prompts with completions, or chats; held-out pairs are evaluated without a task"
+        ]
     if found.kind == "text" and task.score != "loss":
         return None, [
             f"{field}={task.path} is without answers: its records are texts. Give prompts with "
@@ -199,6 +204,8 @@ def asked_and_wanted(record: Mapping[str, Any], kind: RecordKind) -> tuple[str, 
         case "chat":
             *before, answer = record["messages"]
             return said_by(before[-1]) if before else "", said_by(answer)
+        case "preference" | "chat_preference":
+            raise AssertionError("read_records refuses pairs")
     assert_never(kind)
 
 

@@ -85,6 +85,8 @@ class StepRows:
     """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
     pairs: bool = False
     """Whether the documents of a row are chosen and rejected ones in turn"""
+    reference: np.ndarray[Any, Any] | None = None
+    """float32 [m, b, documents]: of pairs, the reference's log-probability of each answer"""
 
     def weights(self) -> np.ndarray[Any, Any]:
         """Return what divides the loss of each row, int64 [m, b]: its labels, or its pairs."""
@@ -131,9 +133,10 @@ class StepRows:
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
         source, bool [sources, b], if there are several; `trained` are the places of the labels that
-        bear loss, int64 [labels], unless nearly all do and there are no pairs; `values` are float32 [columns, b, S];
-        `answers`, of pairs, are the loss-bearing labels of each chosen and rejected document in
-        turn, int64 [2 pairs].
+        bear loss, int64 [labels], unless nearly all do and there are no pairs; `values` are float32
+        [columns, b, S]. Of pairs, `answers` are the loss-bearing labels of each chosen and rejected
+        document in turn, int64 [2 pairs], and `reference` are their log-probabilities by the
+        reference, float32 [2 pairs], where these are known.
         """
         segments = self.segments[i][rows]
         found: dict[str, np.ndarray[Any, Any] | int] = {
@@ -157,6 +160,10 @@ class StepRows:
         if self.pairs:
             row = np.arange(len(segments))[:, None] * (MAX_SEGMENTS + 1)
             found["answers"] = np.unique((row + segments)[trained], return_counts=True)[1]
+        if self.reference is not None:
+            some = self.reference[i][rows]  # [b, documents]
+            held = np.arange(some.shape[-1]) < segments.max(-1, initial=0)[:, None]
+            found["reference"] = some[held]
         return found
 
 
@@ -286,14 +293,20 @@ def local_steps(
 
 
 def sequential_batches(
-    rows: TokenRows, micro_batch: int, rank: int, world: int, source_ends: tuple[int, ...] = ()
+    rows: TokenRows,
+    micro_batch: int,
+    rank: int,
+    world: int,
+    source_ends: tuple[int, ...] = (),
+    among: range | None = None,
 ) -> Iterator[StepRows]:
     """Yield every row once, in order, one micro-batch at a time; all ranks yield equally often.
 
-    `source_ends` is as in StepRows.
+    `source_ends` is as in StepRows; `among` are the numbers of the rows, all by default.
     """
-    count = -(-len(rows) // micro_batch)
+    among = range(len(rows)) if among is None else among
+    count = -(-len(among) // micro_batch)
     for first in range(0, count, world):
-        ids = (first + rank) * micro_batch + np.arange(micro_batch)
-        ids = np.where(ids < len(rows), ids, EMPTY)
+        ids = among.start + (first + rank) * micro_batch + np.arange(micro_batch)
+        ids = np.where(ids < among.stop, ids, EMPTY)
         yield _batch(rows, first // world, ids[None], ids[None], source_ends)

@@ -20,11 +20,13 @@ from rayapp.config import Config
 from rayapp.config.code import load_code
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
+from rayapp.finetune.references import WITH_REFERENCE, by_switch
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
 from rayapp.train.optimizer import make_optimizers
 from rayapp.train.own_code import TokenFunction, columns_of, own_loss, token_sums
+from rayapp.train.preference import PreferenceLoss
 from rayapp.train.spec import LanguageSpec
 
 
@@ -44,7 +46,8 @@ class OutputHead:
 
     While `whole` it returns the logits of all positions [b, S, V] twice. A loss of the user's that
     names columns is given their `values`, [columns, b, S]; rows without any, which no record of the
-    training is in (tasks, checks of the model), have cross-entropy alone.
+    training is in (tasks, checks of the model), have cross-entropy alone, and so have rows without
+    pairs of `answers`.
     """
 
     def __init__(self, config: Config) -> None:
@@ -60,6 +63,19 @@ class OutputHead:
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
         self.cross_entropy, self.columns = self.loss, tuple[str, ...]()
+        self.of_pairs: PreferenceLoss | None = None
+        if train.objective != "sft":
+            self.cross_entropy = self.loss = partial(
+                chunked_cross_entropy, chunk=train.loss_chunk, compiled=bool(train.compile)
+            )
+            self.of_pairs = PreferenceLoss(
+                train.objective,
+                train.beta,
+                train.margin,
+                train.sft_weight,
+                train.label_smoothing,
+                train.loss_chunk,
+            )
         if train.loss is not None:
             function = load_code("train.loss", train.loss, checked=True)
             what = f"train.loss={train.loss}"
@@ -84,7 +100,9 @@ class OutputHead:
         *,
         each: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        answers: torch.Tensor | None = None,
+        reference: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
         if self.whole:
             logits = hidden
             if weight is not None:
@@ -95,6 +113,9 @@ class OutputHead:
             self.metric_sums += token_sums(
                 self.metrics, hidden, weight, labels, bias, failed=self.failed, columns=columns
             )
+        if self.of_pairs is not None and answers is not None:
+            given = hidden, weight, labels, bias
+            return self.of_pairs(*given, answers=answers, reference=reference, each=each)
         if self.columns and not columns:
             return self.cross_entropy(hidden, weight, labels, bias, each=each)
         more: dict[str, Any] = {"columns": columns} if columns else {}
@@ -118,6 +139,8 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         router_weight=config.train.router_loss,
     )
     lm.shows_objective = config.train.loss is not None
+    if config.train.objective in WITH_REFERENCE and by_switch(config, source):
+        lm.as_reference = partial(model.without_adapters, lm.hf)
     # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.

@@ -17,7 +17,7 @@ from typing import Any
 
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, tokens
-from rayapp.data.kinds import messages_of, problem_of
+from rayapp.data.kinds import are_pairs, messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, pack
 from rayapp.data.rendering import Renderer
@@ -219,7 +219,8 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         assert problem is not None
         bad[problem] += 1
         examples.setdefault(problem, place_of(entry.source, record.file, record.place))
-    packed = pack(documents, data.seq_len, best_fit=data.pack, truncate=data.truncate)
+    how = {"best_fit": data.pack, "truncate": data.truncate, "pairs": are_pairs(entry.kind)}
+    packed = pack(documents, data.seq_len, **how)
     return Preview(
         path=entry.path,
         kind=entry.kind,

@@ -8,7 +8,7 @@ rayapp.train.rank trains with it, with or without Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,20 +18,20 @@ from transformers import GenerationConfig
 
 from rayapp import model
 from rayapp.config import Config
-from rayapp.config.fields import TOKENS
+from rayapp.config.fields import PAIRS, TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.model_parts import (
-    OutputHead,
     Parts,
     compile_gain,
     compute_dtype,
     exact_base,
     make_parts,
 )
+from rayapp.finetune.references import References, computed_before
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.model.sharding import find_blocks
@@ -69,6 +69,8 @@ class LanguageTrainer(Trainer):
         self.parts = make_parts(spec, device)
         assert len(self.parts.head.columns) == spec.data.columns, "rows of another train.loss"
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
+        before = computed_before(spec.config, self.parts.source)
+        self.references = References(spec, self.parts.lm) if before else None
 
     @cached_property
     def generation(self) -> GenerationConfig:
@@ -130,10 +132,13 @@ class LanguageTrainer(Trainer):
             take_expert_tokens=self.parts.lm.routing.take,
             by_source=bool(names),
             may_wait=lambda batch: spec.order.more and batch.ends_block,
-            record=partial(token_record, mfu_of(spec, self.parts, self.device), names),
+            record=partial(
+                token_record, mfu_of(spec, self.parts, self.device), names, spec.data.pairs
+            ),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
             blocks=find_blocks(self.parts.lm.hf),
+            unit=PAIRS if spec.data.pairs else TOKENS,
         )
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)
@@ -147,12 +152,24 @@ class LanguageTrainer(Trainer):
             # The rows of data.eval_path are of no source.
             mixed = () if config.data.eval_path else spec.data.held_out_ends
             batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
-            found |= held_out_losses(engine, batches, self.parts.head, names if mixed else ())
+            if self.references is not None:
+                batches = self.references.joined(batches, "eval")
+            found |= held_out_losses(engine, batches, self.parts, names if mixed else ())
             if config.eval.prompts:
                 found["eval_samples"] = self.samples(engine, AT_EVALUATION)
         if spec.tasks:
             found["eval_metrics"] = (found.get("eval_metrics") or {}) | self.scores(engine, step)
         return found
+
+    def prepare(self, engine: Engine, first_step: int) -> HeldOut:
+        """Compute the reference of preferences, or read it."""
+        if self.references is not None:
+            self.references.load_or_compute(engine, first_step)
+        return {}
+
+    def joined(self, steps: Iterator[StepRows]) -> Iterator[StepRows]:
+        """Return the steps with the reference of preferences."""
+        return steps if self.references is None else self.references.joined(steps, "train")
 
     def before_first_step(self, engine: Engine) -> HeldOut:
         """Score the model that the run starts with."""
@@ -218,6 +235,7 @@ class LanguageTrainer(Trainer):
 def token_record(
     mfu: Callable[[int, int, float], float | None],
     names: Sequence[str],
+    pairs: bool,
     facts: dict[str, Any],
     counts: StepCounts,
     losses: Sums,
@@ -225,20 +243,22 @@ def token_record(
 ) -> MetricsLine:
     """Make a step's line from the loop's fields and the counts of the batch.
 
-    `names` are the names of the sources, if there are several. `busy_s` is the step's seconds
-    without checkpoint stalls and evaluation.
+    `names` are the names of the sources, if there are several; `pairs` is as in StepRows. `busy_s`
+    is the step's seconds without checkpoint stalls and evaluation.
     """
+    by_byte = counts.target_bytes and not pairs
     figures: dict[str, object] = {
-        "loss_per_byte": losses.loss / counts.target_bytes if counts.target_bytes else None,
+        "loss_per_byte": losses.loss / counts.target_bytes if by_byte else None,
         "tokens": counts.targets,
         "tokens_per_s": counts.tokens / busy_s,
         "tokens_per_s_per_gpu": counts.tokens / busy_s / facts["workers"],
         "mfu": mfu(counts.tokens, counts.attended_pairs, busy_s),
     }
     if names:
-        of_sources = counts.targets_by_source
+        of_sources = counts.weight_by_source
         figures["loss_by_source"] = per_token(names, losses.by_source, of_sources)
-        figures["tokens_by_source"] = dict(zip(names, of_sources, strict=True))
+        if not pairs:
+            figures["tokens_by_source"] = dict(zip(names, of_sources, strict=True))
     return line_of(TOKENS, facts, figures)
 
 
@@ -251,27 +271,31 @@ def per_token(
 
 
 def held_out_losses(
-    engine: Engine, batches: Iterable[StepRows], head: OutputHead, names: Sequence[str] = ()
+    engine: Engine, batches: Iterable[StepRows], parts: Parts, names: Sequence[str] = ()
 ) -> HeldOut:
-    """Return the held-out loss in nats per token and per byte, over all ranks' batches.
+    """Return the held-out loss in nats per token and per byte, or per pair, over all batches.
 
-    With eval.metrics or train.loss, `eval_metrics` holds the mean of each over the loss-bearing
-    tokens, without those that have failed on a rank; with names of sources, `eval_loss_by_source`
-    holds the loss of each.
+    `eval_metrics` holds the means over the pairs of what the loss of preferences tells. With
+    eval.metrics or train.loss, it holds the mean of each over the loss-bearing tokens, without
+    those that have failed on a rank; with names of sources, `eval_loss_by_source` holds the loss of
+    each.
     """
+    head = parts.head
 
     def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[Any, float]:
-        targets = (batch.labels[i] != IGNORE).sum(-1)
+        weights = batch.weights()[i]
         sums: dict[Any, float] = {
             "objective": float(output[0]),
             "loss": float(output[1]),
-            "targets": float(targets.sum()),
+            "weight": float(weights.sum()),
+            "targets": float((batch.labels[i] != IGNORE).sum()),
             "bytes": float(batch.target_bytes[i].sum()),
         }
+        sums |= {("pairs", name): float(sum) for name, sum in parts.lm.take_sums().items()}
         if names:
             each = zip(names, output[2].tolist(), batch.of_source()[:, i], strict=True)
             for name, nats, mine in each:
-                sums["nats", name], sums["tokens", name] = nats, float(targets[mine].sum())
+                sums["nats", name], sums["weight", name] = nats, float(weights[mine].sum())
         if head.metric_sums is not None:
             sums |= dict(zip(head.metrics, head.metric_sums.tolist(), strict=True))
             sums |= {("failed", name): float(name in head.failed) for name in head.metrics}
@@ -284,17 +308,22 @@ def held_out_losses(
         sums = loop.evaluate(engine, batches, measure)
     finally:
         head.metric_sums = None
-    loss, targets = sums["loss"], max(sums["targets"], 1.0)
+    loss, weight, targets = sums["loss"], max(sums["weight"], 1.0), max(sums["targets"], 1.0)
+    by_byte = sums["bytes"] and head.of_pairs is None
     held_out: HeldOut = {
-        "eval_loss": loss / targets,
-        "eval_loss_per_byte": loss / sums["bytes"] if sums["bytes"] else None,
+        "eval_loss": loss / weight,
+        "eval_loss_per_byte": loss / sums["bytes"] if by_byte else None,
     }
     if names:
-        nats, counts = ([sums[what, name] for name in names] for what in ("nats", "tokens"))
+        nats, counts = ([sums[what, name] for name in names] for what in ("nats", "weight"))
         held_out["eval_loss_by_source"] = per_token(names, nats, counts)
+    if head.of_pairs is not None:
+        each = {name[1]: sums[name] / weight for name in sums if name[0] == "pairs"}
+        held_out["eval_metrics"] = dict[str, float | None](each)
     if head.metrics or head.own:
         kept = [name for name in head.metrics if not sums["failed", name]]
         held_out["eval_metrics"] = {
+            **(held_out.get("eval_metrics") or {}),
             **({head.own: sums["objective"] / targets} if head.own else {}),
             **{name.rpartition(":")[2]: sums[name] / targets for name in kept},
         }

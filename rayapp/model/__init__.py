@@ -31,7 +31,7 @@ from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.experts import why_not_grouped
 from rayapp.model.export import WrongExport, export
 from rayapp.model.gguf import config_values, in_folder, needs_folder
-from rayapp.model.init import init_weights
+from rayapp.model.init import init_weights, whole_of
 from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
 from rayapp.model.lora_layers import (
     add_adapters,
@@ -40,6 +40,7 @@ from rayapp.model.lora_layers import (
     linear_names,
     takes_4_bits,
     unknown_targets,
+    without_adapters,
 )
 from rayapp.model.mixers import split_documents
 from rayapp.model.names import described, freeze, lr_factors, matching
@@ -111,5 +112,7 @@ __all__ = [
     "takes_4_bits",
     "unknown_targets",
     "use_float8",
+    "whole_of",
     "why_not_grouped",
+    "without_adapters",
 ]

@@ -14,6 +14,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -40,13 +41,24 @@ class Loss(Protocol):
         bias: Tensor | None = None,
         *,
         each: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Any, ...]:
         """Shapes: hidden [B, S, H], weight [V, H], labels [B, S], bias [V] -> two scalars.
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
         `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. A loss for rows
-        with `values` takes these too.
+        with `values`, or `answers` and `reference`, takes these too. A third result, a dict, are
+        sums of further figures by name.
         """
+
+
+def answer_sums(values: Tensor, answers: Tensor) -> Tensor:
+    """Sum consecutive values [labels], so many to each of `answers`, [answers] -> [answers].
+
+    The order of the additions is fixed, unlike with index_add on a GPU.
+    """
+    if not len(answers):
+        return values.sum().expand(0)
+    return torch.segment_reduce(values, "sum", lengths=answers, unsafe=True)
 
 
 def no_loss(
@@ -110,6 +122,11 @@ class LanguageModel(Wrapper):
         """Layers that mix along the sequence without attention are told the documents."""
         self.bounds: Tensor | None = None
         """The documents' edges in the micro-batch that is running, for those layers."""
+        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        """Inside its block the model is the reference of preferences. None: the batches bring the
+        reference's log-probabilities, or the loss takes none."""
+        self.reference_alone = False
+        """The forward pass of pairs returns the log-probability of each answer as third."""
 
     def forward(
         self,
@@ -122,6 +139,8 @@ class LanguageModel(Wrapper):
         of_source: Tensor | None = None,
         values: Tensor | None = None,
         trained: Tensor | None = None,
+        answers: Tensor | None = None,
+        reference: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -134,7 +153,8 @@ class LanguageModel(Wrapper):
         (bool [B, S]), None for all. With `of_source` (bool [sources, B]: whether a row is of a
         source), the cross-entropy of each source follows, fp64 [sources]. `values` (float32
         [columns, B, S]) are handed to the loss. With `trained` (int64 [labels]), the head and the
-        loss compute these places of the labels alone, which must be all that bear loss.
+        loss compute these places of the labels alone, which must be all that bear loss. Pairs come
+        with `answers` and perhaps a `reference` (see train/preference.py), and have `trained`.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
@@ -152,15 +172,25 @@ class LanguageModel(Wrapper):
             inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
             inputs |= {"max_length_q": longest, "max_length_k": longest}
             labels = labels.reshape(1, -1)
+        if answers is not None and self.as_reference is not None:
+            assert trained is not None, "pairs come with the places of their labels"
+            reference = self._reference(inputs, labels, trained, answers)
+            if self.reference_alone:
+                return -reference.sum(), -reference.sum(), reference
         routed = self.router_loss if self.training and self.router_weight else None
         if routed:
             inputs["output_router_logits"] = True
         counted = self.training and torch.is_grad_enabled()
         if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
-        objective, loss, router_logits = self._run(inputs, labels, each, values, trained)
+        objective, loss, figures, router_logits = self._run(
+            inputs, labels, each, values, trained, answers, reference
+        )
         if counted and self.shows_objective:
             self._sums.setdefault("own_loss", []).append(objective.detach())
+        if torch.is_grad_enabled() or not self.training:
+            for name, figure in figures.items():
+                self._sums.setdefault(name, []).append(figure)
         self.routing.counting = False  # recomputation in the backward pass does not count
         if routed and router_logits:  # a mixture may have dense layers alone
             balance = routed(router_logits, present) * (labels != -100).sum()
@@ -178,8 +208,10 @@ class LanguageModel(Wrapper):
         each: Tensor | None,
         values: Tensor | None,
         trained: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Return objective, cross-entropy and router logits; fill `each`."""
+        answers: Tensor | None = None,
+        reference: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Any]:
+        """Return objective, cross-entropy, the loss's figures and router logits; fill `each`."""
         if self.plain_head:
             output = self.hf.base_model(**inputs, use_cache=False)
             head = cast(Any, self.hf.get_output_embeddings())
@@ -196,17 +228,34 @@ class LanguageModel(Wrapper):
         if isinstance(head, NewRows):
             hidden, weight = head.factors(hidden)
         more = {} if of_trained is None else {"each": of_trained}
-        more |= {} if values is None else {"values": values}
-        objective, loss = self.loss(hidden, weight, labels, bias=bias, **more)
+        given = {"values": values, "answers": answers, "reference": reference}
+        more |= {name: value for name, value in given.items() if value is not None}
+        objective, loss, *figures = self.loss(hidden, weight, labels, bias=bias, **more)
         if trained is not None and each is not None and of_trained is not None:
             each.index_copy_(0, trained, of_trained)
-        return objective, loss, getattr(output, "router_logits", None)
+        router_logits = getattr(output, "router_logits", None)
+        return objective, loss, figures[0] if figures else {}, router_logits
+
+    @torch.no_grad()
+    def _reference(
+        self, inputs: dict[str, Any], labels: Tensor, trained: Tensor, answers: Tensor
+    ) -> Tensor:
+        """Return the log-probability of each answer by the reference, fp32 [answers]."""
+        assert self.as_reference is not None
+        training, each = self.training, torch.zeros(labels.numel(), device=labels.device)
+        self.eval()
+        try:
+            with self.as_reference():
+                self._run(inputs, labels, each, None, trained)
+        finally:
+            self.train(training)
+        return answer_sums(-each[trained], answers)
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return further sums of the micro-batches since the last call, over loss-bearing tokens.
 
-        They are the objective of a loss of the user's own, and the router loss without its weight,
-        if it is in the objective.
+        They are the objective of a loss of the user's own, the figures of a loss of preferences,
+        and the router loss without its weight, if it is in the objective.
         """
         sums, self._sums = self._sums, {}
         return {name: torch.stack(parts).sum() for name, parts in sums.items()}

@@ -166,6 +166,8 @@ def _grouped(module: Any, ends: Tensor, experts: Tensor, name: str, values: Tens
     if name not in module.__dict__[WRAPPERS]:
         return output
     wrapper, adapter = module.__dict__[WRAPPERS][name]
+    if wrapper._disable_adapters:
+        return output
     left, right = (
         each[adapter].weight.to(values.dtype) for each in (wrapper.lora_A, wrapper.lora_B)
     )

@@ -16,6 +16,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -213,6 +214,21 @@ def init_adapters(model: LanguageModel, seed: int) -> None:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
             values.uniform_(-1, 1, generator=generator).div_(math.sqrt(parameter.shape[1]))
         fill(parameter, values)
+
+
+@contextmanager
+def without_adapters(hf: PreTrainedModel) -> Iterator[None]:
+    """Compute the frozen base inside the block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in hf.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def updates(hf: PreTrainedModel) -> dict[str, LoraUpdate | RowsUpdate]:

@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy, linear, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
 from rayapp.config.fields import PairObjective
+from rayapp.model.build import answer_sums
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class PreferenceLoss:
         The backward pass computes the logits of each chunk again, so that those of one exist.
         """
 
-        def of_chunk(part: Tensor, wanted: Tensor, *head: Tensor | None) -> Tensor:
-            logits = part if head[0] is None else linear(part, *head)
+        def of_chunk(part: Tensor, wanted: Tensor) -> Tensor:
+            logits = part if weight is None else linear(part, weight, bias)
             return cross_entropy(logits.float(), wanted, reduction="none")
 
         size = self.chunk or max(len(labels), 1)
         parts = [
-            checkpoint(of_chunk, *two, weight, bias, use_reentrant=False)
+            checkpoint(of_chunk, *two, use_reentrant=False, preserve_rng_state=False)
             for two in zip(hidden.split(size), labels.split(size), strict=True)
         ]
         return torch.cat(parts)
@@ -116,16 +117,6 @@ class PreferenceLoss:
     def _sigmoid(self, apart: Tensor) -> Tensor:
         wrong = self.label_smoothing
         return -(1 - wrong) * logsigmoid(apart) - wrong * logsigmoid(-apart)
-
-
-def answer_sums(values: Tensor, answers: Tensor) -> Tensor:
-    """Sum consecutive values [labels], so many to each of `answers`, [answers] -> [answers].
-
-    The order of the additions is fixed, unlike with index_add on a GPU.
-    """
-    if not len(answers):
-        return values.sum().expand(0)
-    return torch.segment_reduce(values, "sum", lengths=answers, unsafe=True)
 
 
 def _figures(log_p: Tensor, rewards: Tensor, nll: Tensor) -> Iterator[tuple[str, Tensor]]:

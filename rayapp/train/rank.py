@@ -105,11 +105,10 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     engine.resume(state)
     schedule(engine, spec, trainer, saver, leaving)
     try:
-        if not first_step:
-            evaluate_before(trainer, engine)
+        before_steps(trainer, engine, first_step)
         profiled = spec.config.train.profiled if rank == 0 else range(0)
         profiler = Profiler(storage, profiled, context.device)
-        last = None if engine.left else train(engine, context, first_step, log, profiler)
+        last = None if engine.left else train(trainer, engine, context, first_step, log, profiler)
         phases.begin("committing the last checkpoint")
         saver.close()
     finally:
@@ -132,8 +131,16 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     return {**summary, "seconds": phases.seconds}
 
 
-def evaluate_before(trainer: Trainer, engine: Engine) -> None:
-    """Evaluate what the run starts with; all of it, if a condition of eval.gate needs the base."""
+def before_steps(trainer: Trainer, engine: Engine, first_step: int) -> None:
+    """Prepare the steps and evaluate what the run starts with; tell the engine if the ranks leave.
+
+    All of the evaluation is done if a condition of eval.gate needs the base.
+    """
+    owed, prepared = engine.eval_owed, partial(trainer.prepare, engine, first_step)
+    _, leave = loop.evaluate_or_leave(engine, prepared, CONTINUE)
+    engine.eval_owed, engine.left = owed, leave or engine.left
+    if first_step or leave:
+        return
     before = partial(trainer.before_first_step, engine)
     if engine.evaluate and any(each.base for each in trainer.spec.config.eval.conditions):
         before = partial(engine.evaluate, 0)
@@ -195,6 +202,7 @@ def make_saver(spec: AnySpec, storage: Storage, log: MetricsLog | None) -> Check
 
 
 def train(
+    trainer: Trainer,
     engine: Engine,
     context: RankContext,
     first_step: int,
@@ -206,7 +214,7 @@ def train(
     phases, done = context.phases, first_step
     profiler.after(done)
     phases.begin("waiting for the first rows")
-    for line in loop.train(engine, context.open_steps(first_step)):
+    for line in loop.train(engine, trainer.joined(context.open_steps(first_step))):
         if last is None:
             phases.end("first_step")
         last, done = line, line["step"]
@@ -260,6 +268,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
             trainer = spec.alone().build(device)
             load_weights(trainer, open_storage(spec.run_url), name)
             engine = trainer.engine(dist.group.WORLD)
+            trainer.prepare(engine, step)
             assert engine.evaluate is not None, "no rows are held out"
             held_out = engine.evaluate(step)
         finally:

@@ -101,7 +101,9 @@ class RunSpec(Generic[ConfigType, DataType]):
             return batches.steps(shard, order.micro_batch, count)
         from rayapp.data import stream
 
-        return stream.steps(shard, order.micro_batch, count, order.source_ends)
+        data: Any = self.data
+        ends, pairs = order.source_ends, data.pairs
+        return stream.steps(shard, order.micro_batch, count, ends, pairs)
 
     def build(self, device: torch.device) -> Trainer:
         """Build the Trainer of one rank: its model and optimizers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,17 @@ class Trainer(ABC):
     def warm_up(self) -> FinalFigures:
         """Prepare the first step, e.g. compile; return fields for the summary."""
         return {}
+
+    def prepare(self, engine: Engine, first_step: int) -> HeldOut:
+        """Compute what the steps from `first_step` on need of the model that the run starts with.
+
+        Raises: Interrupted if the ranks agree to leave.
+        """
+        return {}
+
+    def joined(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """Return the steps with what `prepare` has computed."""
+        return steps
 
     def before_first_step(self, engine: Engine) -> HeldOut:
         """Evaluate what the run starts with.
