@@ -18,7 +18,7 @@ from rayapp.config import Config, ConfigError
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, sources, tokens
 from rayapp.data.chat import reads
-from rayapp.data.kinds import takes_template
+from rayapp.data.kinds import are_pairs, takes_template
 from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
@@ -27,6 +27,7 @@ from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune import auto
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.model_parts import model_shape, technique_problems
+from rayapp.finetune.references import computed_before
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, length_problem, tokenizer_of, tokens_of, vocabulary_of
@@ -115,6 +116,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     config, base, tokenizer = _model(config, kinds, problems)
     if not problems and base is not None:
         config, tokenizer = with_new_tokens(config, base, tokenizer, problems)
+    problems += _objective_problems(config, inputs, base)
     template = _template(config, tokenizer, problems)
     own = tokens.CHAT_TEMPLATE if tokenizer is None else str(tokenizer.chat_template)
     inputs = tuple(_without_read(entry, template or own) for entry in inputs)
@@ -210,6 +212,34 @@ def _inputs(config: Config, values: tuple[str, ...], problems: list[str]) -> tup
     else:
         inputs[owner] = replace(inputs[owner], eval_source=eval_source)
     return tuple(inputs)
+
+
+def _objective_problems(
+    config: Config, inputs: tuple[Input, ...], base: model.ModelSource | None
+) -> list[str]:
+    """Return why train.objective cannot be used with these records or this model."""
+    objective, problems = config.train.objective, list[str]()
+    for entry in inputs:
+        if are_pairs(entry.kind) and objective == "sft":
+            problems.append(
+                f"train.objective=sft is in conflict: {entry.path} holds pairs of a chosen and a "
+                "rejected answer. Set train.objective=dpo, or data.kind to another kind of record"
+            )
+        if objective != "sft" and not are_pairs(entry.kind):
+            problems.append(
+                f"train.objective={objective} is in conflict: the records of {entry.path} are "
+                f"{entry.kind}, not pairs with the columns chosen and rejected. Set "
+                "train.objective=sft, or name their columns in data.columns"
+            )
+    windows = config.data.window_bytes is not None
+    if windows and base is not None and computed_before(config, base):
+        problems.append(
+            f"data.window_bytes={config.data.window_bytes} is in conflict: train.objective="
+            f"{objective} computes the reference's log-probabilities of all rows before the first "
+            "step, unless new adapters leave the model intact. Remove data.window_bytes, or set "
+            "model.lora"
+        )
+    return problems
 
 
 def _tasks(config: Config, problems: list[str]) -> tuple[TaskRecords, ...]:
