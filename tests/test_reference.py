@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,16 @@ def test_named_runs_train_what_their_configs_say(part: int, tmp_path: Path) -> N
     assert wrong(product.run(grid.named(tmp_path)[part::4], tmp_path)) == {}
 
 
+@pytest.mark.parametrize("runs", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.full)])
+def test_preferences_train_what_their_configs_say(runs: slice, tmp_path: Path) -> None:
+    done = product.run(grid.preferences(tmp_path)[runs], tmp_path)
+    assert wrong(done) == {}
+    for name in done.keys() & {"dpo", "dpo-adapters", "dpo-experts", "dpo-dora"}:
+        first, *_, last = done[name].metrics
+        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5) < last["rewards/margins"]
+
+
 @pytest.mark.parametrize(
     "count", [pytest.param(12, marks=pytest.mark.full), pytest.param(40, marks=pytest.mark.drill)]
 )
@@ -56,7 +67,8 @@ def test_rows_hold_each_piece_of_the_files_with_its_labels(tmp_path: Path) -> No
     files, kinds = made.make_data(tmp_path), {"bpe": made.bpe(), "unigram": made.unigram()}
     for name, tokenizer in kinds.items():
         model = made.make_model("llama", tmp_path / name, tokenizer)
-        for kind, file in files.items():
+        for kind in ("text", "prompt", "chat"):
+            file = files[kind]
             if kind == "chat" and name == "unigram":  # it has no template
                 continue
             for truncate in (False, True):

@@ -16,6 +16,7 @@ from reference import plain
 from reference.product import Done, iterations_in_fp32
 
 LOSS, GRAD_NORM = 1e-6, 1e-5  # nats a token; relative
+MARGIN = 1e-5  # of rewards, which are differences of sums of some 100 nats
 IN_BF16 = 3e-2
 WEIGHTS = 2e-3  # share of what a tensor has moved
 # Share of the gradient's norm below which AdamW's divisor makes an update of rounding: of the keys'
@@ -62,30 +63,40 @@ def problems_in_bf16(done: Done) -> list[str]:
 
 
 def _steps(done: Done, expected: plain.Outcome) -> list[str]:
-    found = []
+    found, pairs = [], done.config["train"]["objective"] != "sft"
     lines = done.metrics
     if [line["step"] for line in lines] != list(range(1, len(expected.loss) + 1)):
         return [f"it has the steps {[line['step'] for line in lines]}"]
+
+    def scale(value: float) -> float:
+        return max(1.0, abs(value)) if pairs else 1.0
+
     for name, limit, relative in (
         ("loss", LOSS, False),
         ("router_loss", LOSS, False),
         ("grad_norm", GRAD_NORM, True),
         ("lr", 1e-12, True),
         ("tokens", 0.0, False),
+        ("rewards/margins", MARGIN, False),
     ):
-        ours, theirs = [line[name] for line in lines], getattr(expected, name)
+        if name == "rewards/margins" and not pairs:
+            continue
+        ours = [line[name] for line in lines]
+        theirs = getattr(expected, name.rpartition("/")[2])
         if None in ours or None in theirs:
             found += [] if ours == theirs else [f"{name} is {ours[0]}, not {theirs[0]}"]
             continue
         gaps = [
-            abs(a - b) / (abs(b) if relative else 1.0) for a, b in zip(ours, theirs, strict=True)
+            abs(a - b) / (abs(b) if relative else scale(b))
+            for a, b in zip(ours, theirs, strict=True)
         ]
         if not max(gaps) <= limit:
             first = next(step for step, gap in enumerate(gaps, 1) if not gap <= limit)
             found.append(f"{name} is {max(gaps):.1e} off, first at step {first}")
     held_out = done.summary["eval_loss"]
     if (held_out is None) != (expected.eval_loss is None) or (
-        expected.eval_loss is not None and not abs(held_out - expected.eval_loss) <= LOSS
+        expected.eval_loss is not None
+        and not abs(held_out - expected.eval_loss) <= LOSS * scale(expected.eval_loss)
     ):
         found.append(f"eval_loss is {held_out}, not {expected.eval_loss}")
     return found

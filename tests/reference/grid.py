@@ -148,6 +148,40 @@ def named(root: Path) -> list[Run]:
     ]
 
 
+def preferences(root: Path) -> list[Run]:
+    """Return runs of each objective of pairs, on other numbers of workers when they go on."""
+    tokenizer, files = made.bpe(), made.make_data(root)
+
+    def run(name: str, objective: str, legs: Legs, model: str = "llama", **more: Any) -> Run:
+        fields = BASE | {"data.path": str(files["pairs"]), "train.objective": objective}
+        fields |= {"data.seq_len": 128, "train.tokens_per_step": 1024, "data.bad_rows": 0.2}
+        fields |= {"model.path": str(made.make_model(model, root, tokenizer))}
+        more = {field.replace("__", "."): value for field, value in more.items()}
+        return Run(name, fields | more, legs)
+
+    adapters, chats = {"rank": 4, "alpha": 8}, str(files["chat_pairs"])
+    of_experts = {"target_parameters": ["down_proj", "gate_up_proj"]}
+    return [
+        run("dpo", "dpo", ((1, 3), (2, None))),
+        run("dpo-adapters", "dpo", ((2, 3), (3, None)), model__lora=adapters, data__path=chats),
+        run(
+            "dpo-experts",
+            "dpo",
+            ((2, None),),
+            "mixtral",
+            train__router_loss=0,
+            model__lora=adapters | of_experts,
+        ),
+        run("dpo-dora", "dpo", ((2, None),), "gpt2", model__lora=adapters | {"dora": True}),
+        run("dpo-sft", "dpo", ((2, None),), train__sft_weight=0.5, train__label_smoothing=0.1),
+        run("ipo", "ipo", ((3, 2), (1, None)), train__loss_chunk=7, data__path=chats),
+        run("ipo-rows-apart", "ipo", ((2, None),), data__pack=False, model__lora=adapters),
+        run("simpo", "simpo", ((2, None),), train__beta=2.0, parallel__cpu_offload=True),
+        run("orpo", "orpo", ((2, 4), (1, None)), parallel__activation_checkpointing="full"),
+        run("orpo-own-logits", "orpo", ((1, None),), "cohere"),
+    ]
+
+
 def draw(count: int, root: Path) -> list[Run]:
     """Return `count` runs, the same for the same count; their models and data are below `root`."""
     generator, tokenizer, files = random.Random(29), made.bpe(), made.make_data(root)

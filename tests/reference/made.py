@@ -185,10 +185,23 @@ def make_data(root: Path) -> dict[str, Path]:
         turns = [("user", piece(4, 40)), ("assistant", piece(4, 80))] * draw.randint(1, 2)
         return {"messages": first + [{"role": role, "content": text} for role, text in turns]}
 
+    def chat_pair() -> dict[str, Any]:
+        asked = chat()["messages"][:-1]
+        answers = {"chosen": piece(4, 60), "rejected": piece(4, 60) + "."}
+        return {
+            name: [*asked, {"role": "assistant", "content": text}] for name, text in answers.items()
+        }
+
     records: dict[str, Callable[[], dict[str, Any]]] = {
         "text": lambda: {"text": piece(8, 500)},
         "prompt": lambda: {"prompt": piece(4, 80), "completion": piece(4, 120)},
         "chat": chat,
+        "pairs": lambda: {
+            "prompt": piece(4, 80),
+            "chosen": piece(4, 60),
+            "rejected": piece(4, 60) + ".",
+        },
+        "chat_pairs": chat_pair,
     }
     files = {}
     for kind, record in records.items():

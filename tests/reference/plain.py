@@ -10,6 +10,7 @@ documents of a row (0: padding).
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -41,6 +42,7 @@ class Outcome:
     lr: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     router_loss: list[float | None] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
     eval_loss: float | None = None
 
 
@@ -53,23 +55,35 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
             p.requires_grad_(p.requires_grad and not fnmatchcase(name, pattern))
     weight, optimizer = router_weight(model, settings), Optimizer(model, settings)
     divisors = optimizer.divisors
+    pairs = settings["objective"] != "sft"
+    reference = copy.deepcopy(model).eval() if pairs else None
     outcome = Outcome(
         model, {name: divisors[id(p)] for name, p in model.named_parameters() if id(p) in divisors}
     )
     torch.manual_seed(config["run"]["seed"])  # for dropout
     for step, micro_batches in enumerate(steps):
         tokens, loss, balance = sum(map(bearing, micro_batches)), 0.0, 0.0
+        divisor, margin = sum(map(num_pairs, micro_batches)) if pairs else tokens, 0.0
         for rows in micro_batches:
-            objective, part, of_router = losses(model, rows, settings, weight)
-            (objective / tokens).backward()
+            if reference is not None:
+                objective, apart = pair_losses(model, reference, rows, settings)
+                part, of_router, margin = float(objective.detach()), 0.0, margin + apart
+            else:
+                objective, part, of_router = losses(model, rows, settings, weight)
+            (objective / divisor).backward()
             loss, balance = loss + part, balance + of_router
-        outcome.tokens, outcome.loss = [*outcome.tokens, tokens], [*outcome.loss, loss / tokens]
+        outcome.tokens, outcome.loss = [*outcome.tokens, tokens], [*outcome.loss, loss / divisor]
+        outcome.margins.append(margin / divisor)
         outcome.router_loss.append(balance / tokens if weight else None)
         outcome.grad_norm.append(clip(model, settings["grad_clip"]))
         outcome.lr.append(rate(step, num_steps, settings))
         optimizer.step(outcome.lr[-1])
     if held_out:
         with torch.no_grad():
+            if reference is not None:
+                total, _ = pair_losses(model.eval(), reference, held_out, settings)
+                outcome.eval_loss = float(total) / num_pairs(held_out)
+                return outcome
             found = [losses(model.eval(), [row], settings, 0.0)[1] for row in held_out]
         outcome.eval_loss = sum(found) / bearing(held_out)
     return outcome
@@ -178,6 +192,47 @@ def losses(
         return objective, loss, 0.0
     balance = bearing(rows) * balance_of(routers, model.config.num_experts_per_tok)
     return objective + router_weight * balance, loss, float(balance.detach())
+
+
+def pair_losses(
+    model: nn.Module, reference: nn.Module, rows: Rows, settings: Config
+) -> tuple[Tensor, float]:
+    """Return the sum of the losses of pairs, and of the margins of their rewards."""
+    objective, beta, gamma = settings["objective"], settings["beta"], settings["margin"]
+    total, margins, wrong = torch.zeros(()), 0.0, settings["label_smoothing"]
+    answers = [each for each in sequences(rows) if (each[1] != -100).any()]
+    for chosen, rejected in zip(answers[::2], answers[1::2], strict=True):
+        (c, n), (r, m) = log_p(model, *chosen[:2]), log_p(model, *rejected[:2])
+        with torch.no_grad():
+            before = [log_p(reference, *each[:2])[0] for each in (chosen, rejected)]
+        by_length, gains = c / n - r / m, (c - before[0], r - before[1])
+        if objective == "orpo":
+            odds = [torch.log(p / (1 - p)) for p in (torch.exp(c / n), torch.exp(r / m))]
+            total = total - c / n - beta * torch.log(torch.sigmoid(odds[0] - odds[1]))
+            margins += beta * float(by_length.detach())
+            continue
+        if objective == "ipo":
+            total = total + (gains[0] / n - gains[1] / m - 1 / (2 * beta)) ** 2
+        else:
+            by_reference = beta * (gains[0] - gains[1])
+            x = by_reference if objective == "dpo" else beta * by_length - gamma
+            p = torch.sigmoid(x)
+            total = total - (1 - wrong) * torch.log(p) - wrong * torch.log(1 - p)
+        total = total - settings["sft_weight"] * c / n
+        apart = by_length if objective == "simpo" else gains[0] - gains[1]
+        margins += beta * float(apart.detach())
+    return total, margins
+
+
+def log_p(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of the labels' log-probabilities, and their number."""
+    valid = labels != -100
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()[valid]
+    return -F.cross_entropy(logits, labels[valid], reduction="sum"), int(valid.sum())
+
+
+def num_pairs(rows: Rows) -> int:
+    return sum(int(row["segments"].max()) for row in rows) // 2
 
 
 def bearing(rows: Rows) -> int:
