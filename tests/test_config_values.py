@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import processes
 import pyarrow as pa
@@ -25,6 +25,7 @@ from rich.console import Console
 
 from rayapp import planner
 from rayapp.config import Config, ConfigError, RunConfig, VisionConfig, load
+from rayapp.config.fields import PairObjective
 from rayapp.config.language import Train
 from rayapp.data.images.batches import local_steps
 from rayapp.hardware import INSTANCES
@@ -144,12 +145,21 @@ def files_of(root: Path) -> dict[tuple[str, str], dict[str, str]]:
     shutil.copy(files["text"], root / "a.jsonl")
     formats = {("data.format", name): f"{root}/a.{end}" for name, end in ends.items()}
     kinds = {("data.kind", name): str(files[name]) for name in ("prompt", "chat")}
+    pairs = {"preference": files["pairs"], "chat_preference": files["chat_pairs"]}
+    objectives = get_args(PairObjective)
+    kinds |= {("data.kind", name): str(path) for name, path in pairs.items()}
+    kinds |= {("train.objective", name): str(files["pairs"]) for name in objectives}
     return {each: {"data.path": path} for each, path in {**formats, **kinds}.items()}
 
 
 CPU = "m7i.4xlarge"  # a machine whose memory is known
+PAIRS = {"data.seq_len": "128", "data.bad_rows": "0.2"}  # of two answers each
 ALONG = {  # what goes along with a value, beside the data, so that it can train
     ("data.kind", "chat"): {"data.chat_template": "chatml"},
+    **{("train.objective", name): PAIRS for name in get_args(PairObjective)},
+    ("data.kind", "preference"): PAIRS | {"train.objective": "dpo"},
+    ("data.kind", "chat_preference"): PAIRS
+    | {"train.objective": "orpo", "data.chat_template": "chatml"},
     ("train.micro_batch", "auto"): {"cluster.instance": CPU},
     ("parallel.strategy", "auto"): {"cluster.instance": CPU},
 }

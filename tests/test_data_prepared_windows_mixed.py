@@ -122,7 +122,7 @@ def test_rows_are_of_the_source_that_their_number_says(
             source, place = divmod(int(number), SOURCE_ROWS)
             assert (batch.input_ids[i, j] == alone[source][place]["input_ids"]).all()
         counts.update(sources.ravel().tolist())
-        assert sum(batch.counts().targets_by_source) == batch.counts().targets
+        assert sum(batch.counts().weight_by_source) == batch.counts().targets
     assert tuple(counts[n] for n in range(3)) == order.needed(STEPS - 1)
     places = np.arange(whole.num_rows("train"))
     numbers = rows.numbers(places)

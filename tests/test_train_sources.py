@@ -328,7 +328,7 @@ def test_held_out_losses_by_source_add_up(
 ) -> None:
     spec = spec_of(folder, "oracle")
     sums = [
-        b.counts().targets_by_source
+        b.counts().weight_by_source
         for b in sequential_batches(
             spec.data.rows("eval"), MICRO_BATCH, 0, 1, spec.data.held_out_ends
         )

@@ -45,9 +45,9 @@ def rank_of(rank: int, world: int) -> None:
 
     whole = order.combine([HIGHEST, *range(1, world)])
     ranks = world * (world - 1) // 2
-    summed = StepCounts(ranks, world * 2**40, targets_by_source=(world, ranks))
+    summed = StepCounts(ranks, world * 2**40, weight_by_source=(world, ranks))
     for save, leave, poll in ((False, CONTINUE, False), (True, STOP, False), (True, RESTART, True)):
-        of_rank = StepCounts(rank, 2**40, targets_by_source=(1, rank))
+        of_rank = StepCounts(rank, 2**40, weight_by_source=(1, rank))
         found = agreed(of_rank, save, leave, poll)
         assert found == Totals(summed, whole, save, leave, poll, [])
         assert found.weight == max(ranks, 1)

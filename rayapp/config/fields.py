@@ -97,6 +97,7 @@ RecordKind = Literal["text", "prompt", "chat", "preference", "chat_preference"]
 DataKind = Literal["auto", RecordKind]
 PairObjective = Literal["dpo", "ipo", "orpo", "simpo"]
 Objective = Literal["sft", PairObjective]
+WITH_REFERENCE: tuple[Objective, ...] = ("dpo", "ipo")
 Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(none_or)]

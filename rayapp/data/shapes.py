@@ -61,7 +61,7 @@ class RecordShape:
     may: tuple[str, ...] = ()
     """Other columns that are used."""
     to: Mapping[RecordKind, Callable[[Row], Row]] = field(default_factory=dict)
-    """Conversions by kind; none for a standard record."""
+    """Conversions by kind; none to the kind of a standard record."""
     lists: bool = False
     """The columns hold lists of messages."""
 
@@ -235,7 +235,7 @@ SHAPES = (
         "preference",
         ("prompt", *ANSWERS),
         ("system",),
-        {"preference": lambda row: row, "chat_preference": _pair_of_questions},
+        {"chat_preference": _pair_of_questions},
     ),
     RecordShape(
         "pairs of answers",
@@ -303,7 +303,8 @@ def standard(row: Any, kind: RecordKind) -> Any:
     if isinstance(row, str) or not isinstance(row, Mapping):
         return row
     shape = shape_of(row, kind)
-    return row if shape is None or not shape.to else shape.to[kind](row)
+    to = shape.to.get(kind) if shape is not None else None
+    return row if to is None else to(row)
 
 
 def renamed(row: Any, columns: Mapping[str, str]) -> Any:

@@ -18,9 +18,10 @@ from torch._dynamo.exc import TorchDynamoException
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
+from rayapp.config.fields import WITH_REFERENCE
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
-from rayapp.finetune.references import WITH_REFERENCE, by_switch
+from rayapp.finetune.references import by_switch
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from xxhash import xxh3_64
 
 from rayapp.config import Config
+from rayapp.config.fields import WITH_REFERENCE
 from rayapp.data.prepared import SPLITS
 from rayapp.data.token_rows import (
     CHECKSUM,
@@ -40,7 +41,6 @@ from rayapp.train import loop
 from rayapp.train.engine import Engine
 from rayapp.train.spec import LanguageSpec
 
-WITH_REFERENCE = ("dpo", "ipo")
 NAMED = "reference.txt"  # in the run's folder: the digest of the weights that it started with
 Sums = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -76,6 +76,10 @@ class Layout:
     """No GPU: CPUs have no kernel that adds bf16 products to an fp32 sum."""
     plain_loss: bool = False
     """All logits at once by torch's cross_entropy, as other frameworks compute the loss."""
+    pairs: bool = False
+    """The loss is of pairs of answers: torch's cross_entropy, chunk by chunk."""
+    reference: bool = False
+    """Each micro-batch has a forward pass of the frozen base first, the reference of preferences."""
 
     @property
     def tokens(self) -> int:
@@ -386,6 +390,8 @@ def _logit_bytes(layout: Layout) -> float:
     if layout.plain_loss:  # bf16 logits, an fp32 copy, its log-softmax and the gradient
         return tokens * shape.vocabulary * (e + 3 * FP32)
     chunk = min(layout.loss_chunk or tokens, tokens)
+    if layout.pairs:
+        return chunk * shape.vocabulary * (e + 3 * FP32)
     # A part's log-probabilities and, in bf16, its copy before them; compiled, neither is stored.
     fp32_logits = 0 if layout.compiled else FP32 * (2 if e < FP32 else 1) / LOG_PARTS
     if shape.measured and shape.measured.whole_logits:  # and their gradient; a chunk's in fp32

@@ -138,12 +138,12 @@ def _compute(job: Workload[Layout]) -> _Compute:
     flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
     once = shape.layers * tokens * block_traffic_bytes(layout)
     once /= TRAFFIC * gpu.memory_bytes_per_s
-    passes = _passes(layout)
+    passes, forwards = _passes(layout), 2 if layout.reference else 1
     return _Compute(
-        matrices_s=matrices(forward + backward + recomputed),
-        attention_s=flash + flash_again + flash_back,
+        matrices_s=matrices(forward + backward + recomputed) + (forwards - 1) * matrices(forward),
+        attention_s=forwards * flash + flash_again + flash_back,
         elementwise_s=passes * once,
-        forward_s=matrices(forward) + flash + once,
+        forward_s=forwards * (matrices(forward) + flash + once),
     )
 
 
@@ -207,13 +207,13 @@ def block_traffic_bytes(layout: Layout) -> float:
 def loss_traffic_bytes(layout: Layout) -> float:
     """Return the bytes that the loss moves per token: logits, log-probabilities, gradients."""
     # Bytes per logit. Estimates.
-    each = 26.0 if layout.plain_loss else 6.0 if layout.compiled else 18.0
+    each = 26.0 if layout.plain_loss or layout.pairs else 6.0 if layout.compiled else 18.0
     return layout.shape.vocabulary * each
 
 
 def _passes(layout: Layout) -> int:
-    """Return the cost of a block's kernels in forwards: backward is 2, recomputation is 1."""
-    return 3 if layout.checkpointing == "none" else 4
+    """Return the cost of a block's kernels in forwards: backward is 2, the others 1 each."""
+    return 3 + (layout.checkpointing != "none") + layout.reference
 
 
 def _kept_share(layout: Layout) -> float:
