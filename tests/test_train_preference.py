@@ -174,5 +174,5 @@ def test_objectives_and_records_that_do_not_fit(tmp_path: Path) -> None:
             )
     windows = {"data.path": str(files["pairs"]), "train.objective": "dpo"}
     windows |= {"data.window_bytes": "1048576", "data.seq_len": "128", "data.bad_rows": "0.2"}
-    with pytest.raises(ConfigError, match="data.window_bytes=1048576 is in conflict"):
+    with pytest.raises(ConfigError, match=r"data\.window_bytes=1048576 is in conflict"):
         product.prepared(product.Run("w", grid.BASE | {"model.path": "tiny"} | windows), tmp_path)

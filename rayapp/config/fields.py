@@ -164,11 +164,15 @@ class Unit:
 
 TOKENS, IMAGES = UNITS = (Unit("token", "tokens"), Unit("image", "images"))
 PAIRS = Unit("token", "tokens", "pair")
+# Figures of an evaluation on pairs, by TRL's names: the share of pairs whose chosen answer has the
+# higher reward, and the mean difference.
+ABOUT_PAIRS = ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
 
 
 def unit_of(names: Iterable[str]) -> Unit:
     """Return the unit of a run from the field names of a metrics line or a result."""
-    return IMAGES if IMAGES.per_s in names else TOKENS
+    names = set(names)
+    return IMAGES if IMAGES.per_s in names else PAIRS if MARGINS in names else TOKENS
 
 
 # ---- cluster.instance: the machines that a run may have, in order of preference ----------------

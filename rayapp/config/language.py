@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
+    ABOUT_PAIRS,
     AutoBool,
     AutoFloat,
     AutoInt,
@@ -254,7 +255,9 @@ class Config(RunConfig):
     def evaluated(self) -> dict[str, bool]:
         """The figures of an evaluation by name, each with whether a higher one is better."""
         tasks = self.eval.tasks.items()
-        return super().evaluated | {name: task.score not in LOSSES for name, task in tasks}
+        of_pairs = self.train.objective != "sft"
+        known = super().evaluated | (dict.fromkeys(ABOUT_PAIRS, True) if of_pairs else {})
+        return known | {name: task.score not in LOSSES for name, task in tasks}
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""

@@ -57,7 +57,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
 }
 CONDITION = re.compile(
-    r"(?P<name>[A-Za-z_][\w.-]*) *(?P<comparison><=|>=|<|>) *"
+    r"(?P<name>[A-Za-z_][\w./-]*) *(?P<comparison><=|>=|<|>) *"
     r"((?P<base>base)( *(?P<sign>[+-]) *(?P<step>[\d.]+))?|(?P<number>-?[\d.]+))"
 )
 

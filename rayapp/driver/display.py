@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from rayapp.config.fields import TOKENS, unit_of
+from rayapp.config.fields import IMAGES, unit_of
 from rayapp.observe import words
 from rayapp.observe.figures import label, shown, text
 from rayapp.observe.metrics import HeldOut, MetricsLine, figure, own_figures
@@ -31,6 +31,7 @@ from rayapp.observe.words import clock
 LINE_EVERY_S = 5.0
 MOST_OF_TEXT = 160  # characters
 MOST_ITEMS = 3  # of a task
+DETAILS = ("rewards/chosen", "rewards/rejected", "logps/", "nll_loss")  # of preferences
 HELD_OUT = ("eval_loss", "eval_loss_per_byte", "eval_top1", "eval_top5")
 
 
@@ -107,7 +108,8 @@ class ProgressBar:
 
 def figures_of(line: MetricsLine) -> str:
     """Format the figures that the progress bar shows of a line of metrics.jsonl."""
-    names = ("loss_per_byte", *own_figures(line), unit_of(line).per_s, "eval_loss", "eval_top1")
+    own = [name for name in own_figures(line) if not name.startswith(DETAILS)]
+    names = ("loss_per_byte", *own, unit_of(line).per_s, "eval_loss", "eval_top1")
     return "  ".join([shown(line, "loss"), *_known(line, names)])
 
 
@@ -124,7 +126,7 @@ def _known(held: HeldOut, names: Sequence[str]) -> list[str]:
     """Return the figures that are known, and those of eval.metrics."""
     own = held.get("eval_metrics") or {}
     known = [shown(held, name) for name in names if figure(held, name) is not None]
-    return [*known, *(shown(own, name) for name in own)]
+    return [*known, *(shown(own, name) for name in own if not name.startswith(DETAILS))]
 
 
 def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
@@ -193,7 +195,7 @@ def next_steps(result: RunResult) -> list[str]:
     run = result["run"]
     page = f"{run}/{REPORT}"
     lines = [f"next: aws s3 cp {page} ." if "://" in run else f"next: open {page}"]
-    if (path := result.get("model_path")) and unit_of(result) == TOKENS:
+    if (path := result.get("model_path")) and unit_of(result) is not IMAGES:
         command = "rayapp" if shutil.which("rayapp") else f"{sys.executable} -m rayapp"
         lines.append(f"      {command} generate {run}")
         if os.path.exists(f"{path}/adapter_config.json"):

@@ -79,7 +79,7 @@ class Layout:
     pairs: bool = False
     """The loss is of pairs of answers: torch's cross_entropy, chunk by chunk."""
     reference: bool = False
-    """Each micro-batch has a forward pass of the frozen base first, the reference of preferences."""
+    """Each micro-batch first has a forward pass of the reference, which is the frozen base."""
 
     @property
     def tokens(self) -> int:

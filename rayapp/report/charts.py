@@ -38,7 +38,11 @@ from rayapp.report.chart import (
 from rayapp.report.comparison import groups
 from rayapp.report.folder import ReportedRun
 
-LOSSES = {"token": {TOKEN: "loss", BYTE: "loss_per_byte"}, "image": {TOKEN: "loss"}}
+LOSSES = {
+    "token": {TOKEN: "loss", BYTE: "loss_per_byte"},
+    "image": {TOKEN: "loss"},
+    "pair": {TOKEN: "loss"},
+}
 PHASES = {name: f"peak_{name}_gib" for name in ("forward", "backward", "optimizer")}
 TOPS = ("eval_top1", "eval_top5")
 
@@ -198,7 +202,7 @@ def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
     """Return the chart of the losses of the runs at `places`."""
     every: dict[str, Points] = {}
     lines: list[ChartLine] = []
-    alone, unit = len(runs) == 1, runs[0].unit.one
+    alone, unit = len(runs) == 1, runs[0].unit.divisor or runs[0].unit.one
     held = {key: f"eval_{name}" for key, name in LOSSES[unit].items()}
     for at in places:
         run = runs[at]

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rayapp.config.fields import IMAGES, TOKENS, Unit
+from rayapp.config.fields import IMAGES, MARGINS, PAIRS, TOKENS, Unit
 from rayapp.data.report import DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
@@ -82,8 +82,9 @@ class ReportedRun:
 
     @property
     def unit(self) -> Unit:
-        """Whether the run is counted in images or in tokens."""
-        return IMAGES if self.task == "vision" else TOKENS
+        """Whether the run is counted in images or in tokens, and its loss in pairs."""
+        pairs = MARGINS in self.columns
+        return IMAGES if self.task == "vision" else PAIRS if pairs else TOKENS
 
     @cached_property
     def counted(self) -> Array:

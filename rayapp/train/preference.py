@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from rayapp.config.fields import PairObjective
+from rayapp.config.fields import ACCURACIES, MARGINS, PairObjective
 from rayapp.model.build import answer_sums
 
 
@@ -121,9 +121,9 @@ class PreferenceLoss:
 
 def _figures(log_p: Tensor, rewards: Tensor, nll: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the sums over pairs of what TRL reports the means of."""
+    yield ACCURACIES, (rewards[:, 0] > rewards[:, 1]).float().sum()
+    yield MARGINS, (rewards[:, 0] - rewards[:, 1]).sum()
     for place, name in enumerate(("chosen", "rejected")):
         yield f"rewards/{name}", rewards[:, place].sum()
         yield f"logps/{name}", log_p[:, place].sum()
-    yield "rewards/accuracies", (rewards[:, 0] > rewards[:, 1]).float().sum()
-    yield "rewards/margins", (rewards[:, 0] - rewards[:, 1]).sum()
     yield "nll_loss", nll.sum()
