@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.data import packing
-from rayapp.data.packing import IGNORE, Document, Packed, pack, position_ids, row_dtype
+from rayapp.data.packing import IGNORE, Document, Packed, joined, pack, position_ids, row_dtype
 
 PAD = 77_777
 
@@ -272,3 +272,65 @@ def test_refusals() -> None:
         Document(three, two, three)
     with pytest.raises(ValueError, match="are not a document"):
         Document(three[None], three[None] > 0, three[None])
+
+
+# ---- Pairs of answers --------------------------------------------------------------------------
+
+
+def answer(prompt: list[int], *said: int) -> Document:
+    tokens = np.array([*prompt, *said], np.int32)
+    loss = np.arange(len(tokens)) >= len(prompt)
+    return Document(tokens, loss, np.ones(len(tokens), np.uint16))
+
+
+def test_a_pair_is_one_piece_whose_documents_are_segments() -> None:
+    one = [answer([1, 9], 5, 2), answer([1, 9], 6, 7, 2)]
+    two = [answer([1], 8, 2), answer([1], 3, 2)]
+    rows = pack([*one, *two], 16, pairs=True).rows
+    assert rows["input_ids"].tolist() == [[1, 9, 5, 2, 1, 9, 6, 7, 1, 8, 2, 1, 3, 0, 0, 0]]
+    assert rows["segments"].tolist() == [[1] * 4 + [2] * 4 + [3] * 3 + [4] * 2 + [0] * 3]
+    assert rows["labels"].tolist() == [
+        [-100, 5, 2, -100, -100, 6, 7, 2, 8, 2, -100, 3, 2, -100, -100, -100]
+    ]
+
+
+@given(
+    prompt=st.integers(1, 12),
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8),
+    seq_len=st.integers(4, 24),
+    truncate=st.booleans(),
+)
+def test_pairs_are_whole_or_left_out(
+    prompt: int, sizes: list[tuple[int, int]], seq_len: int, truncate: bool
+) -> None:
+    """Prompts are cut from the left alike; answers are whole, unless `truncate` cuts their ends."""
+    shared = list(range(100, 100 + prompt))
+    documents = [
+        answer(shared, *range(1000 * (n + 1), 1000 * (n + 1) + size))
+        for n, size in enumerate(itertools.chain(*sizes))
+    ]
+    packed = pack(documents, seq_len, pairs=True, truncate=truncate)
+    found = []
+    for row in packed.rows:
+        assert row["segments"].max() % 2 == 0
+        for segment in range(1, row["segments"].max() + 1):
+            here = row["segments"] == segment
+            labels = row["labels"][here]
+            found.append((row["input_ids"][here], labels[labels != IGNORE].tolist()))
+    kept = 0
+    for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+        pair = joined(chosen, rejected, seq_len, truncate)
+        answers = [each.tokens[each.loss].tolist() for each in (chosen, rejected)]
+        least = sum(map(len, answers)) + 2  # a token of the prompt before each
+        assert (pair is None) == (not truncate and least > seq_len + 1)
+        if pair is None:
+            continue
+        (ids, first), (others, second) = (
+            next(part for part in found if part[1][0] == each[0]) for each in answers
+        )
+        for said, whole in ((first, answers[0]), (second, answers[1])):
+            assert said == whole[: len(said)] and (truncate or said == whole)
+        prompts = [[token for token in part.tolist() if token < 1000] for part in (ids, others)]
+        assert prompts[0] == prompts[1] and prompts[0] == shared[-len(prompts[0]) :]
+        kept += 1
+    assert len(found) == 2 * kept
