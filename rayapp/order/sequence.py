@@ -90,20 +90,15 @@ class Order:
     size. Empty: none follow."""
 
     def __post_init__(self) -> None:
-        for name, high in {
-            "num_rows": MAX_ROWS,
-            "rows_per_step": MAX_STEPS,
-            "micro_batch": MAX_STEPS,
-            "num_steps": MAX_STEPS,
-        }.items():
+        for name in ("num_rows", "rows_per_step", "micro_batch", "num_steps"):
             low = 0 if name == "num_steps" else 1  # a run of no steps only exports
+            high = MAX_ROWS if name == "num_rows" else MAX_STEPS
             if not low <= getattr(self, name) <= high:
                 raise ValueError(outside(name, getattr(self, name), low, high))
         for problem in self._problems():
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """Yield what does not fit together."""
         sizes, total = self.sizes or (self.num_rows,), self.total_rows
         if self.rows_per_step % self.micro_batch:
             yield (
@@ -137,7 +132,7 @@ class Order:
             )
         if total is not None:
             steps, rows = self.stages[-1] if self.stages else (0, 0)
-            most = steps + _ceil_div(total - rows, self.rows_per_step)
+            most = steps + -(-(total - rows) // self.rows_per_step)
             if total < 1:
                 yield outside("total_rows", total, 1, None)
             elif self.num_steps > most:
@@ -167,7 +162,7 @@ class Order:
         turns, rest = divmod(epochs, max(1, len(packings)))
         total_rows = turns * num_rows + sum(packings[:rest])
         steps, rows = stages[-1] if stages else (0, 0)
-        num_steps = steps + _ceil_div(total_rows - rows, max(rows_per_step, 1))
+        num_steps = steps + -(-(total_rows - rows) // max(rows_per_step, 1))
         sizes = (num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
         return cls(*sizes, stages=stages, packings=packings)
 
@@ -224,7 +219,7 @@ class Order:
         """Return how many micro-batches each rank runs per step; it is the same for all ranks."""
         if world < 1:
             raise ValueError(outside("world", world, 1, None))
-        return _ceil_div(self.rows_per_step // self.micro_batch, world)
+        return -(-self.rows_per_step // self.micro_batch // world)
 
     def micro_batches(self, step: int, rank: int, world: int) -> Ints:
         """Return the row ids that one rank takes in a step, int64[m, b]; -1 where there is none.
@@ -274,7 +269,7 @@ class Order:
         position = cursor.epoch * self.num_rows + cursor.row
         ended = [(steps, rows) for steps, rows in self.stages if rows <= position]
         steps, rows = ended[-1] if ended else (0, 0)
-        step = steps + _ceil_div(position - rows, self.rows_per_step)
+        step = steps + -(-(position - rows) // self.rows_per_step)
         if step > self.num_steps:
             raise ValueError(
                 f"cursor epoch={cursor.epoch} row={cursor.row} is past the end: {position} rows "
@@ -356,7 +351,3 @@ class Order:
                 ids[slots] = first + self._epoch_rows(source, places, size, epoch)
             first += SOURCE_ROWS if self.windows else size
         return ids
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -235,7 +235,6 @@ class LocalStorage(Storage):
             return sorted(name for name, info in every if not stat.S_ISREG(info.st_mode))
 
     def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield (name, stat) of the files below a folder."""
         with opened(self.url, prefix) as folder:
             for name, info in below(folder):
                 if self.links and stat.S_ISLNK(info.st_mode):

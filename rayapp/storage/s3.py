@@ -55,9 +55,8 @@ class S3Storage(Storage):
             request["Range"] = f"bytes={offset}-{last}"
 
         def get(client: Any) -> bytes:
-            answer = proven(
-                client.get_object(**request), "ContentRange" if "Range" in request else "ETag"
-            )
+            told = "ContentRange" if "Range" in request else "ETag"
+            answer = proven(client.get_object(**request), told)
             if etag not in (None, answer["ETag"]):
                 raise changed(self._url(name))
             return cast(bytes, answer["Body"].read())
