@@ -157,8 +157,6 @@ def status(argv: list[str]) -> int:
 
 
 def _of_storage(root: Storage) -> list[dict[str, Any]]:
-    """Return the runs of a folder, whatever clusters they ran on."""
-
     def row(run: Storage) -> dict[str, Any] | None:
         return _row(run.url, lambda: ((now := summary(run)).status, now))
 
@@ -168,7 +166,6 @@ def _of_storage(root: Storage) -> list[dict[str, Any]]:
 
 
 def _of_cluster(address: str | None) -> list[dict[str, Any]]:
-    """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import JobsClient
 
     rows: list[dict[str, Any]] = []

@@ -148,7 +148,6 @@ def tried(models: Sequence[Served], environments: Mapping[str, str]) -> dict[str
 
 
 def _asked(consumer: str, environment: Path, requests: Sequence[Json]) -> list[Json]:
-    """Return a consumer's answers, from a process in its environment."""
     python = [str(environment / PYTHON), str(HERE / "answering.py")]
     if consumer != LLAMA_CPP:
         return answers_of([*python, VLLM if consumer == VLLM else TRANSFORMERS], requests)

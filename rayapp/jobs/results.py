@@ -163,10 +163,7 @@ def own_config_of(run: Storage) -> RunConfig:
     config = from_dict(parse_yaml(asked["config"])) if asked else config_of(run)
     names = open_storage(f"{config.run.storage}/{config.run.name}").url
     if names != run.url:
-        raise ConfigError(
-            [
-                f"{run.url}/{CONFIG} is of another folder: its run.storage and run.name name "
-                f"{names}. Resume that run, or submit the config with this run.storage and run.name"
-            ]
-        )
+        why = f"its run.storage and run.name name {names}"
+        fix = "Resume that run, or submit the config with this run.storage and run.name"
+        raise ConfigError([f"{run.url}/{CONFIG} is of another folder: {why}. {fix}"])
     return config

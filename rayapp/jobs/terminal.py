@@ -92,8 +92,6 @@ def spark(values: list[float]) -> str:
     >>> spark([0.0, 1.0, 0.5])
     '▁█▅'
     """
-    if not values:
-        return ""
-    low, high = min(values), max(values)
+    low, high = min(values, default=0.0), max(values, default=0.0)
     scale = 7.0 / ((high - low) or 1.0)
     return "".join(BARS[round((value - low) * scale)] for value in values)
