@@ -89,10 +89,8 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
     problems: list[str] = []
     options = bought(config, options, problems)
     head, fleets, data = machines_of(platform, config, options, problems)
-    lines = [
-        cost_line(platform, workers, head.instance, options.region, options.market)
-        for workers in fleets
-    ]
+    where = options.region, options.market
+    lines = [cost_line(platform, workers, head.instance, *where) for workers in fleets]
     lines += [] if data is None else [data_cost_line(data, options.region)]
     return "\n".join(lines)
 
@@ -122,7 +120,6 @@ def write(files: Files, folder: Path) -> None:
 def _values(
     platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
 ) -> Values:
-    """Return the values of the `${name}` placeholders that both platforms have."""
     worker, name = workers.worker, stack(platform, options)
     registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
     values: Values = {
@@ -147,7 +144,7 @@ def _values(
         "max_nodes": workers.max_nodes,
         "worker_cpus": worker.cpus,
         "worker_cpu_units": worker.cpus * 1024,
-        "worker_gpus": gpus_of(config, workers),
+        "worker_gpus": gpus_of(config, worker.instance),
         "worker_efa": worker.efa,
         "hugepages_mib": HUGEPAGES_POD_MIB,
         "head_pod_cpus": head.cpus,
@@ -170,18 +167,12 @@ def _fill(path: Path, values: Values) -> str:
 
 
 def _ecs(values: Values) -> Files:
-    """Return the task definitions as JSON for `aws ecs register-task-definition`."""
-    gpus, efa = values["worker_gpus"], values["worker_efa"]
-    values["worker_gpu_requirements"] = json.dumps(
-        [{"type": "GPU", "value": str(gpus)}] if gpus else []
-    )
-    paths = [f"/dev/infiniband/uverbs{card}" for card in range(efa)]
-    values["worker_efa_devices"] = json.dumps(
-        [
-            {"hostPath": path, "containerPath": path, "permissions": ["read", "write"]}
-            for path in paths
-        ]
-    )
+    gpus, allowed = values["worker_gpus"], ["read", "write"]
+    needs = [{"type": "GPU", "value": str(gpus)}] if gpus else []
+    paths = [f"/dev/infiniband/uverbs{card}" for card in range(values["worker_efa"])]
+    devices = [{"hostPath": p, "containerPath": p, "permissions": allowed} for p in paths]
+    values["worker_gpu_requirements"] = json.dumps(needs)
+    values["worker_efa_devices"] = json.dumps(devices)
     files = {}
     for role in ("head", "worker"):
         definition = json.loads(_fill(ROOT / "ecs" / f"{role}.json", values))
@@ -244,7 +235,6 @@ def _kuberay(config: RunConfig, options: Options, values: Values) -> Files:
 
 
 def _quota(options: Options, queue: str, head: Values) -> Values:
-    """Return Kueue's quotas: of all nodes for workers and for data, and of one head."""
     kind, _, count = queue.partition(":")
     worker = worker_node(instance(kind, "queue"), options, kube=True)
     data, nodes = node(instance(options.data_instance, "data_instance"), efa=False), int(count)

@@ -28,10 +28,7 @@ PATTERNS = {
     "queue": (r"[a-z0-9.-]+:[1-9][0-9]{0,4}", "a type and a number of nodes: p5.48xlarge:32"),
 }
 SERVER = r"https?://[^\s\"'\\${}]+"
-CHOICES = {
-    "market": ("on-demand", "spot", "capacity-block"),
-    "efa": ("auto", "true", "false"),
-}
+CHOICES = {"market": ("on-demand", "spot", "capacity-block"), "efa": ("auto", "true", "false")}
 ROOT = Path(__file__).parents[2]
 # What cluster/Dockerfile copies, and the Dockerfile itself.
 IMAGE_CONTEXT = (

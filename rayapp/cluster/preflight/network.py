@@ -45,13 +45,9 @@ def all_reduce(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]
     """Report wrong values of the all-reduce, and a busbw below the limit."""
     seen, wanted = facts.all_reduce, busbw_mark(facts, required)
     if seen is not None and seen.wrong:
-        yield Finding(
-            "cluster",
-            "all-reduce gives wrong values",
-            f"{seen.wrong:,} elements",
-            "0",
-            "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
-        )
+        what, count = "all-reduce gives wrong values", f"{seen.wrong:,} elements"
+        fix = "A GPU or a link corrupts data: run preflight on halves of the nodes to find it"
+        yield Finding("cluster", what, count, "0", fix)
     if seen is not None and wanted is not None and seen.busbw < wanted[0]:
         yield Finding(
             "cluster",
@@ -66,12 +62,10 @@ def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str]
     """Return the busbw in bytes/s that an all-reduce must reach, and where it comes from."""
     if required.instance is None or facts.backend != "nccl":
         return None
+    gpu, name = required.instance.gpu, required.instance.name
     if len({rank.node for rank in facts.ranks}) > 1:
-        return (
-            NETWORK_SHARE * required.instance.network_bits_per_s / 8,
-            f"{NETWORK_SHARE:g} of {required.instance.name}'s network",
-        )
-    gpu = required.instance.gpu
+        mark = NETWORK_SHARE * required.instance.network_bits_per_s / 8
+        return mark, f"{NETWORK_SHARE:g} of {name}'s network"
     if gpu is None or gpu.nvlink_bytes_per_s is None:
         return None
     return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
