@@ -158,7 +158,5 @@ def changed_data(run: Storage, parts: Mapping[str, object], done: bool = False) 
 def refuse_other_data(run: Storage, parts: Mapping[str, object]) -> None:
     """Raise ConfigError if a run with a checkpoint would go on with other data."""
     if changed := changed_data(run, parts):
-        name = run.url.rpartition("/")[2]
-        raise ConfigError(
-            [f"run.name={name} is taken: {changed}. Restore them, or set another run.name"]
-        )
+        what = f"run.name={run.url.rpartition('/')[2]} is taken: {changed}"
+        raise ConfigError([f"{what}. Restore them, or set another run.name"])

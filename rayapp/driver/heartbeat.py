@@ -133,10 +133,9 @@ class Heartbeat:
             except OSError:  # an outage, which the renewals of the lease report
                 self._of_workers = own
         reported = self._of_workers
-        reported = None if reported is None else replace(reported, beside=own.beside)
         if reported is None or reported.phase in (STARTING_WORKERS, own.phase):
             return own
-        return reported
+        return replace(reported, beside=own.beside)
 
     def _follow(self) -> None:
         while not self._closed.wait(POLL_S):

@@ -169,7 +169,6 @@ class Observer:
             tracker.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
-        """Look at the run's folder at once, every POLL_S, and when the command ends."""
         last = False
         while True:
             try:

@@ -226,20 +226,14 @@ class Validator:
         import ray
 
         newest = newest_committed(self._run)
-        if (
-            newest is None
-            or newest.step <= self._asked
-            or not placement.free_workers(self._spec.config)
-        ):
+        if newest is None or newest.step <= self._asked:
+            return
+        if not placement.free_workers(self._spec.config):
             return
         self._asked = newest.step
-        resources = dict(placement.needs(self._spec.config))
-        task = ray.remote(
-            num_cpus=resources.pop("CPU"),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
-            max_retries=0,
-        )(_validate)
+        others = dict(placement.needs(self._spec.config))
+        own: Any = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", 0)}
+        task = ray.remote(**own, resources=others, max_retries=0)(_validate)
         self._task = task.remote(self._spec, newest.name, newest.step)
 
     def _take(self) -> None:

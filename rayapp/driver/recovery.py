@@ -119,7 +119,6 @@ class Recovery:
             raise GiveUp(self._loop(ending, most))
 
     def _loop(self, ending: Ending, times: int) -> str:
-        """Return the message of a run whose attempts end in the same way each time."""
         if ending.kind in (attempts.AGAIN, attempts.RESIZE):
             return (
                 f"{times} attempts have started again without a step in between: {ending.reason}. "
@@ -130,10 +129,8 @@ class Recovery:
         elif ending.step < self._order.num_steps:
             rows = [str(row) for row in self._order.rows(ending.step) if row >= 0]
             shown = ", ".join(rows[:SHOWN_ROWS]) + (" ..." if len(rows) > SHOWN_ROWS else "")
-            where = (
-                f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed {times} "
-                "times"
-            )
+            where = f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed "
+            where += f"{times} times"
         else:
             where = f"what follows the last step has failed {times} times"
         return (

@@ -134,8 +134,6 @@ def as_it_stands(run: Storage) -> Summary:
 
 @dataclass
 class _Supervisor:
-    """The attempts of one command."""
-
     command: Command
     spec: AnySpec
     workers: RayWorkers
