@@ -231,7 +231,6 @@ def answer(question: Question) -> Answer:
 
 
 def _memory(question: Question) -> Answer:
-    """Return the answer with peak memory, its band, and whether it fits."""
     peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
     width = IMAGES_MEMORY_BAND if isinstance(question.layout, ImageLayout) else MEMORY_BAND
@@ -318,7 +317,6 @@ def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
 
 
 def _capacity_gib(question: Question) -> float | None:
-    """Return the GiB available to a worker; None if the machine is unknown."""
     instance = question.instance
     if instance is None:
         return question.capacity_gib

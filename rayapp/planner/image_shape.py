@@ -152,8 +152,6 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
 
 
 class _Stack:
-    """Collects the layers while a model is laid out, and tracks the current side length."""
-
     def __init__(self, size: int) -> None:
         self.side = size
         self.layers: list[Convolution] = []

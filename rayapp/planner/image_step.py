@@ -89,7 +89,6 @@ def image_step_time(job: Workload[ImageLayout]) -> StepTime:
 
 
 def _convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s that convolutions reach; raise ValueError if there are none."""
     peak = gpu.flops.get(precision)
     if peak is None:
         raise no_precision(gpu, precision)
@@ -162,7 +161,6 @@ def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: fl
 
 
 def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
-    """Return the seconds of the optimizer step and the update of the moving average."""
     each = OPTIMIZERS[layout.optimizer].moved_bytes + (3 * FP32 if layout.averaged else 0)
     moved = each * layout.trainable / layout.shards
     return moved / (TRAFFIC * gpu.memory_bytes_per_s)

@@ -248,9 +248,10 @@ def _moment_bytes(layout: Layout, *, saved: bool = False) -> float:
             tables = shape.embedding_parameters if layout.lora_rank is None else 0
             updated = trainable - tables + layout.frozen.tables
         case "hidden matrices":
-            updated = -layout.frozen.matrices + shape.total(
-                lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
+            every = shape.total(
+                lambda each: each.inputs * each.outputs * each.copies, shape.linears
             )
+            updated = every - layout.frozen.matrices
         case _:
             assert_never(chosen.updates)
     each = chosen.saved_bytes if saved and chosen.saved_bytes else chosen.moment_bytes

@@ -182,7 +182,6 @@ def ask(
 
 
 def _steps_of(config: Config | VisionConfig, rows: int | None) -> int | None:
-    """Return train.max_steps, else the steps of all epochs; None if the rows are not known."""
     train = config.train
     if train.max_steps is not None or rows is None:
         return train.max_steps
@@ -264,7 +263,6 @@ def _language_layout(
 
 
 def _precision(config: Config | VisionConfig, instance: Instance | None) -> Precision:
-    """Return train.precision; for auto what the GPU has. Images take fp32 on CPUs."""
     if config.train.precision != "auto":
         return config.train.precision
     gpu = None if instance is None else instance.gpu

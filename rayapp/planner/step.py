@@ -148,7 +148,6 @@ def _compute(job: Workload[Layout]) -> _Compute:
 
 
 def _host_s(job: Workload[Layout]) -> float:
-    """Return the seconds of kernel launches and FSDP's hooks on the host, per micro-batch."""
     layout = job.layout
     kernels_s = LAUNCH_S * _kernels(layout) * _passes(layout)
     return layout.shape.layers * (kernels_s + 2 * HOOKS_S)
@@ -237,7 +236,6 @@ def _kernels(layout: Layout) -> int:
 
 
 def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of gradient clipping and a fused step, bound by memory traffic."""
     bytes_each = CLIP_BYTES + OPTIMIZERS[layout.optimizer].moved_bytes
     shard = layout.trainable / layout.shards
     if layout.cpu_offload:

@@ -100,7 +100,6 @@ def _source(
 
 
 def _shape(config: VisionConfig, problems: list[str]) -> Any:
-    """Return the model's config; append the problems that prevent building or filling it."""
     path = config.model.path
     try:
         shape, source = shape_of_classifier(path, config.model.overrides, ())
@@ -168,25 +167,18 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
         )
     except SourceError as error:
         raise ConfigError([str(error)]) from error
-    problem = None
     if images.bad_share > data.bad_images:
         shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
-        problem = (
-            f"data.path={data.path} is unusable in {images.bad_share:.1%} of its {images.records} "
-            f"files: {shown}. Correct them, or raise data.bad_images (now {data.bad_images:.1%})"
-        )
-    elif not images.counts["train"]:
-        problem = (
-            f"data.path={data.path} is empty: each of its {images.records} files is either held "
-            "out or not an image. Give more images"
-        )
-    if problem:
-        raise ConfigError([problem])
+        what = f"unusable in {images.bad_share:.1%} of its {images.records} files: {shown}. "
+        what += f"Correct them, or raise data.bad_images (now {data.bad_images:.1%})"
+        raise ConfigError([f"data.path={data.path} is {what}"])
+    if not images.counts["train"]:
+        what = f"each of its {images.records} files is either held out or not an image"
+        raise ConfigError([f"data.path={data.path} is empty: {what}. Give more images"])
     return images
 
 
 def _begun(run: Storage, recipe: ImageRecipe, root: Storage) -> Images | None:
-    """Return the index of an earlier version with which this run has trained, if it has."""
     newest, _ = latest(run)
     earlier = replace(recipe, version=2).fingerprint  # the only one that runs were made of
     if newest is None or newest.state["cursor"]["fingerprint"] != earlier:
@@ -258,10 +250,8 @@ def show(
         )
     if images.bad:
         reasons = ", ".join(f"{count} {reason}" for reason, count in images.bad.items())
-        lines["bad images"] = (
-            f"{sum(images.bad.values()):,} of {images.records:,}: {reasons}; "
-            f"e.g. {images.examples[0][0]}"
-        )
+        bad = f"{sum(images.bad.values()):,} of {images.records:,}"
+        lines["bad images"] = f"{bad}: {reasons}; e.g. {images.examples[0][0]}"
     for label, text in lines.items():
         fact(console, label, text)
 
