@@ -61,9 +61,8 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
             return answer(ask(config, **more))
         question = ask(config, **more)
         train, auto = config.train, config.parallel.strategy == "auto"
-        question = with_auto(
-            question, compiled=train.compile is None, strategy=auto, size=train.micro_batch is None
-        )
+        given = {"compiled": train.compile is None, "size": train.micro_batch is None}
+        question = with_auto(question, strategy=auto, **given)
         planned, lora = answer(question), config.model.lora
         shape = question.layout.shape
         if isinstance(shape, Shape) and shape.measured and shape.measured.kernel_packages:

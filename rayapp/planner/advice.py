@@ -1,9 +1,4 @@
-"""Find alternatives to a plan: settings that fit or are faster, node counts, cheapest machines.
-
-suggestions(question)                     # ranked: the fastest that fits first
-scaling(question)                         # tokens/s, hours and cost over node counts
-cheapest(question, deadline_hours=24)     # over all instances and node counts
-"""
+"""Find alternatives to a plan: settings that fit or are faster, node counts, cheapest machines."""
 
 from __future__ import annotations
 
@@ -253,11 +248,9 @@ def scaling(question: Question) -> list[Answer]:
     if question.instance is None or question.job is None:
         return []
     least = question.layout.micro_batch if isinstance(question.layout, ImageLayout) else 1
-    counts = sorted({*NODE_COUNTS, question.nodes})
+    most, counts = question.rows_per_step, sorted({*NODE_COUNTS, question.nodes})
     others = (question.on(question.instance, nodes) for nodes in counts)
-    return [
-        answer(each) for each in others if each and each.workers * least <= question.rows_per_step
-    ]
+    return [answer(each) for each in others if each and each.workers * least <= most]
 
 
 def cheapest(

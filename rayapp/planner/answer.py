@@ -1,7 +1,5 @@
 """Answer a planning question: does it fit, how long does it take, what does it cost, with bands.
 
-    answer(question).as_dict()                # what plan.json and `plan --json` hold
-
 A band is the relative error against published runs (docs/plan.md), not a guarantee.
 """
 

@@ -93,11 +93,8 @@ def _say(console: Console, text: str) -> None:
 
 def _headline(console: Console, plan: Answer) -> None:
     layout, question = plan.question.layout, plan.question
-    verdict = {
-        True: "[green]fits[/green]",
-        False: "[red]does not fit[/red]",
-        None: "[yellow]may or may not fit[/yellow]",
-    }[plan.fits]
+    verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
+    verdict = "[yellow]may or may not fit[/yellow]" if plan.fits is None else verdict
     trains = ""
     if isinstance(layout, ImageLayout):
         shape = layout.shape
@@ -173,10 +170,8 @@ def _time(console: Console, plan: Answer) -> None:
 
 
 def _figures(plan: Answer) -> str:
-    return (
-        f"{hours(plan.hours)}, ${band(plan.cost_usd, ',.0f')}, "
-        f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
-    )
+    each = f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
+    return f"{hours(plan.hours)}, ${band(plan.cost_usd, ',.0f')}, {each}"
 
 
 def _settings(plan: Answer) -> str:

@@ -1,8 +1,5 @@
 """Turn a config into a question for the planner: look up the model's shape and the machines.
 
-    question = ask(config, region="us-west-2")
-    question.job.layout, question.job.machine, question.usd_per_hour
-
 Only local files are read, never the network.
 """
 
@@ -195,10 +192,10 @@ def replica_shards(
     replicas = config.parallel.replicas or nodes
     strategy = config.parallel.strategy
     if strategy == "hybrid_shard" and workers % replicas:
+        those = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
         problems.append(
             f"parallel.replicas={replicas} does not divide {workers} workers: every replica must "
-            f"have the same number. Set one of "
-            f"{', '.join(str(n) for n in range(1, workers + 1) if workers % n == 0)}"
+            f"have the same number. Set one of {those}"
         )
     return shards_of(strategy, workers, workers // replicas)
 

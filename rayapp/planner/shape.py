@@ -1,8 +1,5 @@
 """Read a config.json: the linear layers of a block, parameter counts, LoRA's adapters.
 
-    shape = shape_of(json.load(open("config.json")))
-    shape.parameters, lora_parameters(shape, rank=16)
-
 Formulas are for the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers
 5. Any other model is read by a function that the caller gives (`ReadModel`), because a guess at its
 shape could be wrong without notice: this package imports no torch.
