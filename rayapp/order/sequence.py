@@ -255,6 +255,7 @@ class Order:
 
         It ignores the fingerprint: compare that first, and report the `differences()`.
         """
+        at = f"cursor epoch={cursor.epoch} row={cursor.row}"
         if cursor.seed != self.seed:
             raise ValueError(
                 f"seed={self.seed} is not that of the cursor: rows were consumed in the order of "
@@ -263,8 +264,8 @@ class Order:
             )
         if cursor.epoch < 0 or not 0 <= cursor.row < (MAX_ROWS if self.windows else self.num_rows):
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is out of range: an epoch has "
-                f"num_rows={self.num_rows}. Set the data back to what it was, or start a new run"
+                f"{at} is out of range: an epoch has num_rows={self.num_rows}. Set the data back "
+                "to what it was, or start a new run"
             )
         position = cursor.epoch * self.num_rows + cursor.row
         ended = [(steps, rows) for steps, rows in self.stages if rows <= position]
@@ -272,17 +273,15 @@ class Order:
         step = steps + -(-(position - rows) // self.rows_per_step)
         if step > self.num_steps:
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is past the end: {position} rows "
-                f"were consumed, and num_steps={self.num_steps} at rows_per_step="
-                f"{self.rows_per_step} take {self._position_before(self.num_steps)}. "
-                f"Set num_steps={step} or more"
+                f"{at} is past the end: {position} rows were consumed, and num_steps="
+                f"{self.num_steps} at rows_per_step={self.rows_per_step} take "
+                f"{self._position_before(self.num_steps)}. Set num_steps={step} or more"
             )
         if position != self._position_before(step):
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is not at a step boundary: "
-                f"{position} rows were consumed, not a multiple of rows_per_step="
-                f"{self.rows_per_step}. "
-                f"Set rows_per_step back to what it was, or start a new run"
+                f"{at} is not at a step boundary: {position} rows were consumed, not a multiple of "
+                f"rows_per_step={self.rows_per_step}. Set rows_per_step back to what it was, or "
+                "start a new run"
             )
         return step
 
