@@ -146,10 +146,7 @@ def check_resumable(run: Storage) -> None:
 
 
 def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:
-    """Return a problem if this machine has too few cores or GPUs for the smallest worker count.
-
-    `ray_session.check_cluster` checks a running cluster.
-    """
+    """Return a problem if this machine has too few cores or GPUs for the smallest worker count."""
     workers = config.cluster.min_workers
     if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
         limit, what = gpus, f"{gpus} GPUs"

@@ -1,7 +1,4 @@
-"""Run a config from the driver's side: check, start Ray, prepare the data, train, report.
-
-result = Kind(check, settle, prepare).run(config, console, started)
-"""
+"""Run a config from the driver's side: check, start Ray, prepare the data, train, report."""
 
 from __future__ import annotations
 

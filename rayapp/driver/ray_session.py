@@ -70,11 +70,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
 
 
 def _init(config: RunConfig, address: str) -> None:
-    """Call ray.init, again while a local start times out.
-
-    Raises:
-        RunFailed: Ray does not start on this machine.
-    """
+    """Call ray.init, again while a local start times out."""
     import ray
 
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}

@@ -1,14 +1,4 @@
-"""Run the attempts of a run as worker groups of Ray Train, and validate checkpoints in tasks.
-
-workers = RayWorkers(spec.config)
-with workers.asked_for():
-    attempt = workers.start(spec, workers.wait_for_room(note, check))
-    while not attempt.wait(0.5): ...
-    summary_or_error = attempt.outcome()
-
-validator = Validator(spec, run, say)
-validator.poll(); ...; validator.close()
-"""
+"""Run the attempts of a run as worker groups of Ray Train, and validate checkpoints in tasks."""
 
 from __future__ import annotations
 

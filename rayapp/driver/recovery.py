@@ -1,8 +1,5 @@
 """Decide, after an attempt has ended early, whether and when to start the next one.
 
-    recovery = Recovery(config.cluster, order)
-    pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41, trained=True))
-
 | ending | the run is given up |
 |---|---|
 | a step fails, a machine is lost | after `cluster.max_failures` of each within the window |

@@ -1,11 +1,4 @@
-"""Requests to stop a run: a file named STOP in its folder, a signal to its driver, a budget.
-
-stop = Stop(run)                          # before the lease is taken
-with held(run), stop.on_signal(console):
-    stop.forget_old()
-    budget = Budget(config.run, journal, stop)    # of run.max_usd and run.max_hours
-    job = watching(prepare, stop.check)   # raises StopAsked
-"""
+"""Requests to stop a run: a file named STOP in its folder, a signal to its driver, a budget."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Train in attempts: watch each one, and start another if it ended early and that is of use.
-
-with held(run) as lease:
-    command = Command(lease.fence(run), lease, stop, Journal(run))
-    summary = fit(command, spec, RayWorkers(config), console, after_failure)
-"""
+"""Train in attempts: watch each one, and start another if it ended early and that is of use."""
 
 from __future__ import annotations
 
@@ -215,10 +210,7 @@ class _Supervisor:
             self.clock.sleep(OUTAGE_POLL_S)
 
     def _prepare_next(self, ending: Ending, ended: Summary | Exception, workers: int) -> None:
-        """Record an ending, decide about another attempt, and wait until it may begin.
-
-        Raises: GiveUp, RunFailed, StopAsked.
-        """
+        """Record an ending, decide about another attempt, and wait until it may begin."""
         if ending.kind != NO_ROOM:
             self.patiently(lambda: self.journal.interrupted(ending, workers))
         if smaller := self.after_failure(self.spec, ended):

@@ -88,13 +88,7 @@ def work(spec: AnySpec) -> Summary:
 
 
 def _first(rows: Future[Any], timeout_s: float | None) -> Any:
-    """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end.
-
-    Without `timeout_s` it waits for ever.
-
-    Raises:
-        RuntimeError: they have not come in time.
-    """
+    """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end."""
     try:
         return rows.result(timeout_s)
     except TimeoutError as error:
