@@ -93,9 +93,8 @@ def to_eks(port: int, job: str | None = None) -> Way:
 def kubectl(*words: str) -> str:
     """Return what kubectl prints of the namespace of Ray clusters, in its current context."""
     try:
-        done = subprocess.run(
-            ["kubectl", "--namespace=rayapp", *words], capture_output=True, text=True
-        )
+        command = ["kubectl", "--namespace=rayapp", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise NotReachable("kubectl is not installed. Install it") from None
     if done.returncode != 0:

@@ -1,8 +1,5 @@
 """Start the workers of infra/ecs or infra/eks where EC2 has room, and say why where it has none.
 
-    start("ecs", "rayapp", client, 1800, print)     # client(service) returns a boto3 client
-    wait_for_workers("ecs", "rayapp", client, 1800, print)
-
 ECS: services, whose capacity providers start the hosts. EKS: node groups, each an Auto Scaling
 group, and the groups of pods of the same names in the rendered RayCluster. Where cluster.instance
 is a list, each of its choices has groups that are empty until `rayapp capacity` chooses one; on ECS
@@ -153,11 +150,7 @@ def _try(group: Service | NodeGroup, seconds: float) -> str | None:
 
 
 def _groups_of_list(home: str, name: str, client: Client) -> list[Service | NodeGroup]:
-    """Return the groups of a list; none where one type is rendered.
-
-    Raises:
-        NotReachable: kubectl finds no Ray cluster.
-    """
+    """Return the groups of a list; none where one type is rendered."""
     stack = f"{name}-{home}"
     if home == "ecs":
         return [

@@ -281,11 +281,7 @@ class Proof:
 
 
 def _start(fis: Any, template: str) -> None:
-    """Start an experiment; again while its role, which is new, cannot be assumed.
-
-    Raises:
-        Failed: it has not begun to act.
-    """
+    """Start an experiment; again while its role, which is new, cannot be assumed."""
     until = time.monotonic() + ROLE_S
     experiment = fis.start_experiment(experimentTemplateId=template)["experiment"]
     while (state := experiment["state"])["status"] not in ("running", "completed"):

@@ -1,8 +1,4 @@
-"""Size a cluster: its machines, each container's share of its machine, USD per hour.
-
-options = bought(config, options, problems)
-head, fleets, data = machines_of("ecs", config, options, problems)
-"""
+"""Size a cluster: its machines, each container's share of its machine, USD per hour."""
 
 from __future__ import annotations
 

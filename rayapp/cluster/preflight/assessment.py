@@ -1,7 +1,5 @@
 """Decide from facts what is wrong with a cluster: a pure function, tested on made-up facts.
 
-    for finding in assess(facts, requirements_of(config, min_gbit_per_s=None)): ...
-
 A measurement without a known limit is reported, and not judged.
 """
 
@@ -260,11 +258,8 @@ def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
 def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
     for rank in facts.ranks:
         if rank.missing_kernels:
-            named = " and ".join(rank.missing_kernels)
-            yield Finding(
-                facts.node(rank.node).name,
-                "the model's layers without attention have no kernels",
-                f"no {named}",
-                "what its GPU workers can import: PyTorch's own code takes many times as long",
-                f"Install {named} in the image of the nodes (docs/models.md)",
-            )
+            named, what = " and ".join(rank.missing_kernels), "layers without attention"
+            what = f"the model's {what} have no kernels"
+            wanted = "what its GPU workers can import: PyTorch's own code takes many times as long"
+            fix = f"Install {named} in the image of the nodes (docs/models.md)"
+            yield Finding(facts.node(rank.node).name, what, f"no {named}", wanted, fix)

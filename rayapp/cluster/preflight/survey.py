@@ -1,7 +1,5 @@
 """Gather the facts of the connected cluster: a probe on every node, then a group of workers.
 
-    facts = survey(config, timeout_s=180.0)
-
 Every wait has a limit: `timeout_s`, plus MARGIN_S for the whole group. A node or worker that has
 not answered by then becomes a Silence, and the survey goes on without it. Actors have hard node
 affinity: one that cannot run on its node runs nowhere.
