@@ -132,13 +132,11 @@ def logs(argv: list[str]) -> int:
     """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
     options = {"follow": "false", "attempt": "none", "rank": "none"}
     handle, asked = handle_of(arguments.flags(argv, {"follow"}), options)
-    attempt, rank = (
-        None if or_none(asked[name]) is None else arguments.count(name, asked[name])
-        for name in ("attempt", "rank")
-    )
+    given = [name for name in ("attempt", "rank") if or_none(asked[name]) is not None]
+    chosen = {name: arguments.count(name, asked[name]) for name in given}
     if asked["follow"] == "true":
         return _follow(handle)
-    print(handle.logs(attempt, rank), end="")
+    print(handle.logs(**chosen), end="")
     return Exit.DONE
 
 

@@ -170,11 +170,7 @@ def _sorted_out(folder: Storage, own: re.Pattern[str]) -> tuple[list[Entry], str
 
 
 def _agreed() -> bool:
-    """Ask whether to go on.
-
-    Raises:
-        ConfigError: there is no terminal.
-    """
+    """Ask whether to go on."""
     if not sys.stdin.isatty():
         raise ConfigError(["--yes is missing: there is no terminal to ask at. Add it"])
     try:

@@ -221,11 +221,7 @@ def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) 
 
 
 def _pack(folder: Path) -> tuple[bytes, set[str]]:
-    """Zip a folder as Ray would, obeying .gitignore and .rayignore; return the zip and its names.
-
-    Raises:
-        ConfigError: links in it lead elsewhere.
-    """
+    """Zip a folder as Ray would, by .gitignore and .rayignore; return the zip and its names."""
     import logging
 
     from ray._private import ray_constants

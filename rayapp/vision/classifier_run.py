@@ -1,7 +1,4 @@
-"""Train an image classifier from the driver's side: check, index the images, plan, train.
-
-result = train_classifier(load("configs/vision_cpu.yaml"))
-"""
+"""Train an image classifier from the driver's side: check, index the images, plan, train."""
 
 from __future__ import annotations
 
@@ -162,9 +159,8 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
     root = open_storage(config.run.storage) / PREPARED
     phases.begin(f"decoding {data.path} once", number_of_bytes(ready.source.num_bytes))
     try:
-        images = _begun(ready.run, recipe, root) or indexing.prepare(
-            recipe, root, data.workers, phases.bytes_done
-        )
+        told = data.workers, phases.bytes_done
+        images = _begun(ready.run, recipe, root) or indexing.prepare(recipe, root, *told)
     except SourceError as error:
         raise ConfigError([str(error)]) from error
     if images.bad_share > data.bad_images:

@@ -165,9 +165,8 @@ build = ImageTrainer  # which fills the weights too
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
     """Build the model, distribute it over ranks, and fill its weights."""
     config, parallel = spec.config, spec.config.parallel
-    shape, source = shape_of_classifier(
-        config.model.path, config.model.overrides, spec.data.classes
-    )
+    model_config, classes = config.model, spec.data.classes
+    shape, source = shape_of_classifier(model_config.path, model_config.overrides, classes)
     classifier = build_classifier(
         shape,
         mean=config.data.mean,
