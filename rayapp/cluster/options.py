@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.hardware import DEFAULT_REGION, Instance, UnknownInstance, instance
 
 PLATFORMS = ("ecs", "kuberay")
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
@@ -135,11 +135,17 @@ def option_problems(platform: str, options: Options) -> list[str]:
     problems = [problem for problem, wrong in checks.items() if wrong]
     problems += [problem for cidr in options.api_cidrs if (problem := _cidr_problem(cidr))]
     if options.queue is not None:
-        try:
-            instance(options.queue.partition(":")[0], "queue")
-        except UnknownInstance as error:
-            problems.append(str(error))
+        listed(options.queue.partition(":")[0], "queue", problems)
     return problems
+
+
+def listed(name: str, option: str, problems: list[str]) -> Instance | None:
+    """Return an instance type of the table; None, with a new problem, if it is not there."""
+    try:
+        return instance(name, option)
+    except UnknownInstance as error:
+        problems.append(str(error))
+        return None
 
 
 def malformed(values: Mapping[str, str | None]) -> list[str]:

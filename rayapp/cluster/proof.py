@@ -123,10 +123,8 @@ class Proof:
         """
         iam, fis, role = self.client("iam"), self.client("fis"), f"{self.name}-spot-notice"
         where = f"arn:aws:ec2:{self.region}:{self.number}:instance/{host}"
-        policies = {
-            "send": _policy("ec2:SendSpotInstanceInterruptions", Resource=where),
-            "see": _policy("ec2:DescribeInstances", Resource="*"),
-        }
+        policies = {"see": _policy("ec2:DescribeInstances", Resource="*")}
+        policies["send"] = _policy("ec2:SendSpotInstanceInterruptions", Resource=where)
         assumed = _policy("sts:AssumeRole", Principal={"Service": "fis.amazonaws.com"})
         tags = [{"Key": "Project", "Value": self.name}]
         made = iam.create_role(RoleName=role, AssumeRolePolicyDocument=assumed, Tags=tags)["Role"]

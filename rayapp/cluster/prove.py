@@ -97,11 +97,8 @@ def _main(home: str, argv: list[str]) -> int:
     config, log = folder / "prove.yaml", folder / f"prove-{home}.log"
     proof = Proof(name, home, region, number, client, config, log)
     if left := proof.left():
-        why = (
-            f"name={name} is taken: {len(left)} things have its tags, e.g. {left[0]}, and the "
-            "proof would destroy them. Remove them, or set another NAME"
-        )
-        raise ConfigError([why])
+        why = f"{len(left)} things have its tags, e.g. {left[0]}, and the proof would destroy them"
+        raise ConfigError([f"name={name} is taken: {why}. Remove them, or set another NAME"])
     rate, most = price(home, options)
     print(most)
     if not asked["yes"] and input("Go on? Only yes is taken: ").strip() != "yes":

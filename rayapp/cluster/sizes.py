@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rayapp.cluster.options import Options, bucket, image_tag
+from rayapp.cluster.options import Options, bucket, image_tag, listed
 from rayapp.config import Choice, ConfigError, RunConfig
-from rayapp.hardware import PRICE_DATE, Instance, UnknownInstance, instance
+from rayapp.hardware import PRICE_DATE, Instance
 from rayapp.planner.question import named_instance
 
 HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
@@ -171,7 +171,7 @@ def machines_of(
         ConfigError: with `problems`, and why some of them are impossible.
     """
     found, wrong = list[Fleet](), list[str]()
-    head = _known(options.head, "head", wrong)
+    head = listed(options.head, "head", wrong)
     kube = platform == "kuberay"
     reserved = (SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)
     system = None if head is None else node(head, False, *reserved)
@@ -194,14 +194,6 @@ def machines_of(
     if system is None or problems:
         raise ConfigError(problems)
     return system, found, data
-
-
-def _known(name: str, option: str, problems: list[str]) -> Instance | None:
-    try:
-        return instance(name, option)
-    except UnknownInstance as error:
-        problems.append(str(error))
-        return None
 
 
 def _machine_problems(config: RunConfig, options: Options, worker: Node, head: Node) -> list[str]:
@@ -233,7 +225,7 @@ def _data_fleet(
 ) -> Fleet | None:
     """Return the hosts without GPUs that prepare data; add to `problems` what is impossible."""
     name = options.data_instance
-    machine = _known(name, "data_instance", problems) if options.data_nodes else None
+    machine = listed(name, "data_instance", problems) if options.data_nodes else None
     if machine is None:
         return None
     each = node(machine, efa=False)

@@ -16,7 +16,6 @@ from rayapp.cluster.preflight.facts import (
     NodeFacts,
     NodeReport,
     Requirements,
-    Speed,
 )
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 from rayapp.observe.words import number_of_bytes
@@ -218,6 +217,7 @@ def _gpus(node: NodeReport, seen: NodeFacts, required: Requirements) -> dict[Fau
 
 def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
     """Compare every device with its data sheet, and with the median of devices of its name."""
+    fix = "End what else runs there; if nothing does, replace the instance"
     for device in dict.fromkeys(rank.speed.device for rank in facts.ranks):
         ranks = [rank for rank in facts.ranks if rank.speed.device == device]
         speeds, precision = [rank.speed for rank in ranks], ranks[0].speed.precision
@@ -233,8 +233,12 @@ def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
             origin = "its sheet" if mark == sheet else "the median of its like"
             for rank, value in zip(ranks, values, strict=True):
                 if value < mark:
-                    where, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
-                    yield _slow(where, rank.speed, what, f"{value:.3g} {unit}", wanted)
+                    speed, seen = rank.speed, f"{value:.3g} {unit}"
+                    where = "a core" if speed.index is None else f"GPU {speed.index}"
+                    seen += f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
+                    seen += f"; held down by {', '.join(speed.throttled)}" * bool(speed.throttled)
+                    name, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
+                    yield Finding(name, f"{where} ({device}) {what}", seen, wanted, fix)
 
 
 def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
@@ -245,14 +249,6 @@ def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
     if precision in gpu.measured_flops:
         flops = FLOPS_SHARE_OF_MEASURED * gpu.measured_flops[precision]
     return flops, MEMORY_SHARE * gpu.memory_bytes_per_s
-
-
-def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
-    where = "a core" if speed.index is None else f"GPU {speed.index}"
-    held = f"; held down by {', '.join(speed.throttled)}" if speed.throttled else ""
-    clock = f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
-    fix = "End what else runs there; if nothing does, replace the instance"
-    return Finding(node, f"{where} ({speed.device}) {what}", f"{value}{clock}{held}", mark, fix)
 
 
 def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
