@@ -44,11 +44,6 @@ class ImageLayout:
     on_cpu: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Images in a micro-batch."""
-        return self.micro_batch
-
-    @property
     def row(self) -> int:
         """Images per row: always 1."""
         return 1

@@ -146,7 +146,9 @@ def ask(
     """
     problems: list[str] = []
     instance = named_instance(config, problems)
-    workers, nodes = workers_of(config, instance, most=config.parallel.strategy == "ddp")
+    cluster, most = config.cluster, config.parallel.strategy == "ddp"
+    workers = cluster.max_workers if most else cluster.min_workers
+    nodes = nodes_of(instance, workers)
     shards = replica_shards(config, workers, nodes, problems)
     precision = _precision(config, instance)
     layout: Layout | ImageLayout | None
@@ -293,12 +295,6 @@ def named_instance(config: RunConfig, problems: list[str] | None = None) -> Inst
 def nodes_of(instance: Instance | None, workers: int) -> int:
     """Return how many nodes the workers need: one worker per GPU, or one node without GPUs."""
     return 1 if instance is None or not instance.gpus else -(-workers // instance.gpus)
-
-
-def workers_of(config: RunConfig, instance: Instance | None, most: bool = False) -> tuple[int, int]:
-    """Return (workers, nodes) for the fewest workers that the config allows, or for the most."""
-    workers = config.cluster.max_workers if most else config.cluster.min_workers
-    return workers, nodes_of(instance, workers)
 
 
 def price_of(
