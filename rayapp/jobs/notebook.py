@@ -122,18 +122,13 @@ def render(
         reason = reason or now.reason
     if steps.last is not None:
         unit = unit_of(steps.last)
-        charts = {
-            f"loss ({unit.loss})": ("loss", "eval_loss"),
-            label(unit.per_s): (unit.per_s,),
-            "memory (GiB)": ("peak_gib",),
-            label("grad_norm"): ("grad_norm",),
-        }
-        at = steps["step"]
-        curves = (
-            svg(title, {label(name): (at, steps[name]) for name in names})
-            for title, names in charts.items()
-        )
-        parts.append(f"<div class='curves'>{''.join(curves)}</div>")
+        loss, at = f"loss ({unit.loss})", steps["step"]
+        charts = {loss: ("loss", "eval_loss"), label(unit.per_s): (unit.per_s,)}
+        charts |= {"memory (GiB)": ("peak_gib",), label("grad_norm"): ("grad_norm",)}
+        parts.append("<div class='curves'>")
+        for title, names in charts.items():
+            parts.append(svg(title, {label(name): (at, steps[name]) for name in names}))
+        parts.append("</div>")
         parts.append(f"<small>{escaped(share_of_waiting(steps))}</small>")
     if reason:
         parts.append(f"<pre>{escaped(reason)}</pre>")

@@ -91,12 +91,9 @@ class Result(dict[str, Any]):
         return open_storage(self.path)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{escaped(str(self[name]))}</td></tr>"
-            for name in SHOWN
-            if self.get(name) is not None
-        )
-        return f"<table>{rows}</table>"
+        known = [(name, str(self[name])) for name in SHOWN if self.get(name) is not None]
+        rows = (f"<tr><td>{name}</td><td>{escaped(value)}</td></tr>" for name, value in known)
+        return f"<table>{''.join(rows)}</table>"
 
 
 class LiveSteps:
