@@ -114,9 +114,8 @@ class Loaded:
         """Return the prompt's token ids: [1, tokens]."""
         import torch
 
-        chat = not isinstance(prompt, str) or (
-            self.chat if settings.chat is None else settings.chat
-        )
+        asked = self.chat if settings.chat is None else settings.chat
+        chat = asked or not isinstance(prompt, str)
         if chat and not self.tokenizer.chat_template:
             why = "the model's tokenizer has no chat template"
             raise ConfigError([f"--chat=true is not possible: {why}. Leave it out"])
@@ -205,9 +204,8 @@ def load(run: str) -> Loaded:
         if adapter:
             model = _adapted(run, path, stack)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", trust_remote_code=False
-            )
+            how = {"dtype": "auto", "trust_remote_code": False}
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, **how)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = str(config.get("data", {}).get("kind"))
         chats = bool(tokenizer.chat_template) and takes_template(kind)

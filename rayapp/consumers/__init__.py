@@ -164,12 +164,8 @@ def answers_of(command: Sequence[str], requests: Sequence[Json]) -> list[Json]:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(requests), encoding="utf-8")
-        done = subprocess.run(
-            [*command, str(asked), str(answered)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run([*command, str(asked), str(answered)], **streams, check=False)
         answers: list[Json] = json.loads(answered.read_bytes()) if answered.exists() else []
     last = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     ended = {"error": f"it ended with exit code {done.returncode}: {last[-300:]}"}

@@ -155,8 +155,6 @@ def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:
         what = f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)"
     if workers <= limit:
         return []
-    return [
-        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has "
-        f"{what}. Set cluster.workers={max(limit, 1)} or less, "
-        "or cluster.address to a larger cluster"
-    ]
+    fix = f"Set cluster.workers={max(limit, 1)} or less, or cluster.address to a larger cluster"
+    field = f"cluster.workers={config.cluster.workers}"
+    return [f"{field} is more than this machine can place: it has {what}. {fix}"]

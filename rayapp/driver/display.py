@@ -39,7 +39,7 @@ class ProgressBar:
     """Show the progress of a run, one line of metrics.jsonl at a time."""
 
     def __init__(self, console: Console, num_steps: int, label: str) -> None:
-        self.console, self.num_steps, self.label = console, num_steps, label
+        self.console, self.num_steps = console, num_steps
         self._last_line_s = 0.0
         self._shown: int | None = None
         self._progress: Progress | None = None

@@ -105,10 +105,9 @@ class Recovery:
         most = max(OUTAGES, self._cluster.max_failures) if patient else self._cluster.max_failures
         if len(times) + 1 > most:
             used = f"cluster.max_failures={most} are used up"
-            raise GiveUp(
-                f"{ending.reason}; {f'that is {most + 1} times' if patient else used} within "
-                f"cluster.failure_window_s={window_s:.0f}"
-            )
+            used = f"that is {most + 1} times" if patient else used
+            window = f"within cluster.failure_window_s={window_s:.0f}"
+            raise GiveUp(f"{ending.reason}; {used} {window}")
 
     def _count(self, ending: Ending, what: int | str, most: int) -> None:
         self._alike[what] += 1

@@ -116,15 +116,8 @@ def fit(
 def as_it_stands(run: Storage) -> Summary:
     """Return the summary of a run that stops without workers: its newest usable checkpoint's."""
     step = steps_done(run)
-    return {
-        "status": STOPPED,
-        "steps": step,
-        "first_step": step,
-        "group_s": 0.0,
-        "stall_s": None,
-        "commit_s": None,
-        "seconds": {},
-    }
+    summary: Summary = {"status": STOPPED, "steps": step, "first_step": step, "seconds": {}}
+    return {**summary, "group_s": 0.0, "stall_s": None, "commit_s": None}
 
 
 @dataclass
