@@ -107,7 +107,6 @@ def plan(argv: list[str]) -> int:
 
 
 def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
-    """Replace a run's folder by its config; return the counts of its prepared data too."""
     from rayapp.planner import counts_of
 
     counts, words = dict[str, int](), list[str]()

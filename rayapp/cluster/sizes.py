@@ -223,7 +223,6 @@ def _machine_problems(config: RunConfig, options: Options, worker: Node, head: N
 def _data_fleet(
     config: RunConfig, options: Options, workers: list[Fleet], problems: list[str]
 ) -> Fleet | None:
-    """Return the hosts without GPUs that prepare data; add to `problems` what is impossible."""
     name = options.data_instance
     machine = listed(name, "data_instance", problems) if options.data_nodes else None
     if machine is None:

@@ -117,7 +117,6 @@ def _run(
     heartbeat: Heartbeat,
     on_step: Callable[[MetricsLine], None] | None,
 ) -> RunResult:
-    """Check the config, hold the lease and connect to Ray; then train."""
     phases, address = heartbeat.phases, ray_address(config)
     local = address == "local"
     cores, gpus_of_machine = (os.cpu_count() or 1, gpus_here()) if local else (None, 0)

@@ -72,8 +72,6 @@ class Holder(TypedDict, total=False):
 
 
 def _of_inner(name: str, *, checked: bool) -> Any:
-    """Return a method of Fenced that calls the inner storage's, after a check of the lease."""
-
     def method(self: Fenced, *args: object, **named: object) -> object:
         if checked:
             self.check()

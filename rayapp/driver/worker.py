@@ -110,7 +110,6 @@ def preemption() -> str | None:
 
 
 def _free_workers(config: RunConfig) -> Callable[[], int] | None:
-    """Return a function that counts the workers that could join; None if the group is complete."""
     missing = config.cluster.max_workers - dist.get_world_size()
     if not missing:
         return None

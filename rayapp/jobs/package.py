@@ -192,7 +192,6 @@ def _environment_problems(config: RunConfig, options: SubmitOptions) -> list[str
 
 
 def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) -> list[str]:
-    """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
     paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.PATH_FIELDS]

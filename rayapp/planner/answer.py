@@ -247,7 +247,6 @@ def _memory(question: Question) -> Answer:
 
 
 def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
-    """Add time, cost, checkpoints and goodput; hours and cost need a known number of steps."""
     question, reasons = plan.question, plan.reasons
     layout, gpu = question.layout, job.machine.gpu
     images = isinstance(layout, ImageLayout)
@@ -301,7 +300,6 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
 
 
 def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
-    """Return the hours of the whole run, start-up included; None if its steps are unknown."""
     question = plan.question
     if question.steps is None:
         what = "train.max_steps" if question.unit is TOKENS else "data.count (of images)"
