@@ -8,10 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayapp.config.fields import unit_of
-from rayapp.jobs.terminal import Watched
 from rayapp.observe.activity import TRAINING
 from rayapp.observe.columns import Columns
 from rayapp.observe.figures import figures, label, share_of_waiting
@@ -20,6 +19,9 @@ from rayapp.observe.run_folder import DONE, EXIT_CODES, DamagedFile
 from rayapp.observe.status import Progress
 from rayapp.observe.words import UNKNOWN
 from rayapp.report.chart import svg
+
+if TYPE_CHECKING:
+    from rayapp.jobs.handle import Job
 
 LOG_LINES = 60
 REPORT_HEIGHT = 720  # pixels
@@ -49,7 +51,7 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread:
+def show_on(make_job: Callable[[], Job], every_s: float) -> threading.Thread:
     """Start a thread that redraws the view in its cell until the run ends or an error occurs.
 
     `make_job` returns a new handle. With ipywidgets the view has buttons.
@@ -68,7 +70,7 @@ def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread
         if buttons is not None:
             buttons.saw(status)
 
-    def draw(job: Watched) -> None:
+    def draw(job: Job) -> None:
         try:
             status = ""
             while status not in EXIT_CODES:
@@ -87,7 +89,7 @@ def show_on(make_job: Callable[[], Watched], every_s: float) -> threading.Thread
     return watch()
 
 
-def drawn(job: Watched) -> tuple[str, str]:
+def drawn(job: Job) -> tuple[str, str]:
     """Return the run's status now, and its view as HTML."""
     try:
         status, now, steps = job.snapshot()
@@ -138,7 +140,7 @@ def render(
 class Buttons:
     """A row of buttons, and room for what they show; each works in a thread of its own."""
 
-    def __init__(self, make_job: Callable[[], Watched], watch: Callable[[], object]) -> None:
+    def __init__(self, make_job: Callable[[], Job], watch: Callable[[], object]) -> None:
         """`make_job` returns a new handle; `watch()` starts to draw the view again.
 
         Raises:
@@ -167,7 +169,7 @@ class Buttons:
         self.buttons["Stop"].disabled = ended
         self.buttons["Resume"].disabled = not ended or status == DONE
 
-    def _in_thread(self, name: str, act: Callable[[Watched], str]) -> Callable[[Any], None]:
+    def _in_thread(self, name: str, act: Callable[[Job], str]) -> Callable[[Any], None]:
         def work() -> None:
             try:
                 text = act(self._make_job())
@@ -187,22 +189,22 @@ class Buttons:
 
         return clicked
 
-    def _stop(self, job: Watched) -> str:
+    def _stop(self, job: Job) -> str:
         job.stop(wait_s=0)
         return "<p>the run saves a checkpoint and ends</p>"
 
-    def _resume(self, job: Watched) -> str:
+    def _resume(self, job: Job) -> str:
         lines: list[str] = []
         job.resume(say=lines.append)
         self._watch()
         return f"<p>{escaped(' '.join(lines))}</p>"
 
-    def _logs(self, job: Watched) -> str:
+    def _logs(self, job: Job) -> str:
         text = escaped("\n".join(job.logs().splitlines()[-LOG_LINES:]))
         return f"<pre style='max-height:360px;overflow:auto'>{text}</pre>"
 
 
-def report(job: Watched) -> str:
+def report(job: Job) -> str:
     """Return the run's report in a frame that may run scripts and is of no origin."""
     from rayapp.report.folder import read
     from rayapp.report.pages import run_page

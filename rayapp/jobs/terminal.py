@@ -1,10 +1,9 @@
-"""The live view of a run in a terminal, and what a live view needs of a run's handle."""
+"""The live view of a run in a terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Group
@@ -19,31 +18,14 @@ from rayapp.observe.run_folder import EXIT_CODES
 from rayapp.observe.status import Progress
 from rayapp.observe.words import BARS
 from rayapp.report.chart import means
-from rayapp.storage import Storage
+
+if TYPE_CHECKING:
+    from rayapp.jobs.handle import Job
 
 COLUMNS = 60
 
 
-class Watched(Protocol):
-    """A handle of a run, as the live views use it: a `rayapp.jobs.handle.Job`."""
-
-    run: Storage
-
-    @property
-    def name(self) -> str: ...
-
-    def snapshot(self) -> tuple[str, Progress | None, Columns]: ...
-
-    def reason(self) -> str | None: ...
-
-    def logs(self) -> str: ...
-
-    def stop(self, wait_s: float) -> str: ...
-
-    def resume(self, *, say: Callable[[str], None]) -> object: ...
-
-
-def show(job: Watched, every_s: float = 2.0, console: Console | None = None) -> str:
+def show(job: Job, every_s: float = 2.0, console: Console | None = None) -> str:
     """Redraw the view every `every_s` seconds until the run has ended; return the status."""
     console = console or Console()
     try:
