@@ -213,7 +213,7 @@ class RemoteJob:
             ConfigError: the folder does not have it, and the run was not submitted.
             JobError: the cluster does not tell, and the folder has no log.
         """
-        told = self._ask(JobsClient.logs) if attempt is None and rank is None else None
+        told = self._ask(lambda at, job: at.logs(job)) if attempt is None and rank is None else None
         return attempts.read_log(self.run, attempt, rank) if told is None else told
 
     def follow(self, ended: Callable[[], bool]) -> Iterator[str]:
@@ -225,7 +225,8 @@ class RemoteJob:
             ConfigError: the run was not submitted, and has ended without a log.
             JobError: the cluster does not tell, and the folder has no log.
         """
-        return self._ask(JobsClient.follow) or attempts.follow_log(self.run, ended)
+        told = self._ask(lambda at, job: at.follow(job))
+        return attempts.follow_log(self.run, ended) if told is None else told
 
     def _ask(self, ask: Callable[[JobsClient, str], T]) -> T | None:
         """Ask the cluster about the newest job; None if it does not tell, and the folder does."""
