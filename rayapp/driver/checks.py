@@ -122,9 +122,10 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
             raise ConfigError([problem])
         return INTERRUPTED
     if changed:
-        why = f"{run.url} holds a run with another config ({'; '.join(changed)})"
+        name, how = config.run.name, f"({'; '.join(changed)})"
+        what = f"run.name={name} is taken: {run.url} holds a run with another config {how}"
         fix = "Set another run.name, or use the same config to resume"
-        raise ConfigError([f"run.name={config.run.name} is taken: {why}. {fix}"])
+        raise ConfigError([f"{what}. {fix}"])
     result = read_result(run)
     best, status = result.get("best"), result.get("status", INTERRUPTED)
     ended = status != DONE or (best and is_enough(best, config.eval.patience))
@@ -156,5 +157,5 @@ def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:
     if workers <= limit:
         return []
     fix = f"Set cluster.workers={max(limit, 1)} or less, or cluster.address to a larger cluster"
-    field = f"cluster.workers={config.cluster.workers}"
-    return [f"{field} is more than this machine can place: it has {what}. {fix}"]
+    asked = config.cluster.workers
+    return [f"cluster.workers={asked} is more than this machine can place: it has {what}. {fix}"]

@@ -287,8 +287,8 @@ def _acquire(run: Storage, say: Callable[[str], None], clock: Clock) -> tuple[Ho
                 say(f"waiting to see whether {other['host']}, process {other['pid']}, still runs")
         ended = here and other["process"] != _process(other["pid"])
         if (here and not ended) or entry.etag != seen:
-            what = f"run.name={run.url.rpartition('/')[2]} is running: {other['host']}, process "
-            what += f"{other['pid']}, is at work in {run.url}"
+            name, host, pid = run.url.rpartition("/")[2], other["host"], other["pid"]
+            what = f"run.name={name} is running: {host}, process {pid}, is at work in {run.url}"
             fix = f"Stop it (Ctrl-C there, or a file named {STOP} in that folder)"
             raise ConfigError([f"{what}. {fix}, or set another run.name"])
         if ended or now - since > LEASE_TAKEN_S:

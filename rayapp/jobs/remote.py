@@ -120,10 +120,10 @@ def options_again(
     """
     note, named = sent(run), code_in(config.model_dump())
     shipment = note.shipment if note else SubmitOptions()
-    why = f"again by itself: anyone who can write to {run.url} could have set it"
+    why = f"anyone who can write to {run.url} could have set it"
     codes = ",".join(name for _, name in named)
     problems = [
-        f"{field}={name} is not run {why}. If it is your code, give code={codes}"
+        f"{field}={name} is not run again by itself: {why}. If it is your code, give code={codes}"
         for field, name in named
         if name not in code
     ]
@@ -133,8 +133,8 @@ def options_again(
             "not record the folder. Give it, or none to run the code of the image"
         )
     problems += [
-        f"{name}={_as_typed(getattr(shipment, name))} is not sent {why}. Give {name} again, or "
-        f"{name}=none to leave it out"
+        f"{name}={_as_typed(getattr(shipment, name))} is not sent again by itself: {why}. Give "
+        f"{name} again, or {name}=none to leave it out"
         for name in Again.__annotations__
         if getattr(shipment, name) and name not in given
     ]

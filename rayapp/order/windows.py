@@ -100,10 +100,10 @@ def packed_in_turn(places: npt.ArrayLike, packings: Sequence[int], seed: int, tu
     `packings` are the rows of each packing, which are numbered one packing after another.
     """
 
-    first, asked = turn * len(packings), np.asarray(places, np.int64)
-    return _by_part(
-        asked, packings, lambda inside, n, _: permutation(inside, packings[n], seed, first + n)
-    )
+    def shuffle(inside: Ints, number: int, first: int) -> Ints:
+        return permutation(inside, packings[number], seed, turn * len(packings) + number)
+
+    return _by_part(np.asarray(places, np.int64), packings, shuffle)
 
 
 def _by_part(places: Ints, sizes: Sequence[int], shuffle: Callable[[Ints, int, int], Ints]) -> Ints:
