@@ -101,27 +101,21 @@ class Loaded:
         max_new = settings.max_tokens if limit is None else limit - ids.shape[1]
         max_new = min(max_new, settings.max_tokens)
         if max_new < 1:
-            raise ConfigError(
-                [
-                    f"--prompt of {ids.shape[1]} tokens is too long: the model has room for "
-                    f"{limit}. Shorten it"
-                ]
-            )
+            what = f"the model has room for {limit}. Shorten it"
+            raise ConfigError([f"--prompt of {ids.shape[1]} tokens is too long: {what}"])
         # Set all three, as the model's own generation_config.json may have other values.
         drawn: dict[str, object] = {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         if settings.temperature == 0:
-            drawn = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        else:
-            drawn["do_sample"] = True
+            drawn = dict.fromkeys(drawn)
+        drawn["do_sample"] = settings.temperature != 0
         yield from _stream(self.model, self.tokenizer, ids, {"max_new_tokens": max_new, **drawn})
 
     def _ids(self, prompt: str | Sequence[Message], settings: Settings) -> torch.Tensor:
         """Return the prompt's token ids: [1, tokens]."""
         import torch
 
-        chat = not isinstance(prompt, str) or (
-            self.chat if settings.chat is None else settings.chat
-        )
+        asked = self.chat if settings.chat is None else settings.chat
+        chat = asked or not isinstance(prompt, str)
         if chat and not self.tokenizer.chat_template:
             why = "the model's tokenizer has no chat template"
             raise ConfigError([f"--chat=true is not possible: {why}. Leave it out"])
@@ -145,7 +139,6 @@ def talk(model: Loaded, settings: Settings) -> None:
 
 
 def _answer(model: Loaded, prompt: str | Sequence[Message], settings: Settings) -> str:
-    """Print an answer as it comes, and return it."""
     parts = []
     for text in model.stream(prompt, settings):
         parts.append(text)
@@ -211,9 +204,8 @@ def load(run: str) -> Loaded:
         if adapter:
             model = _adapted(run, path, stack)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype="auto", trust_remote_code=False
-            )
+            how = {"dtype": "auto", "trust_remote_code": False}
+            model = transformers.AutoModelForCausalLM.from_pretrained(path, **how)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = str(config.get("data", {}).get("kind"))
         chats = bool(tokenizer.chat_template) and takes_template(kind)
@@ -236,7 +228,6 @@ def exported(run: str) -> Storage:
 
 
 def _why_none(run: str, storage: Storage) -> str:
-    """Say why a run has no model."""
     try:
         now = status.read(storage)
     except status.NoRun:
@@ -244,22 +235,16 @@ def _why_none(run: str, storage: Storage) -> str:
             f"RUN={run} is no run: it has no {CONFIG}. Give the folder that "
             "`python -m rayapp.finetune` printed, <run.storage>/<run.name>"
         )
-    if now.live:
-        of = f" of {now.num_steps}" if now.num_steps else ""
-        return (
-            f"RUN={run} is without a model: it is {now.status}, at step {now.step}{of}, and "
-            "exports at the end. Wait for it"
-        )
+    of = f" of {now.num_steps}" if now.num_steps else ""
+    why = f"it is {now.status} at step {now.step}, and a model is exported at the end. "
+    why += "Run the same command again to go on"
     config = status.read_sections(storage) or {}
-    if config.get("checkpoint", {}).get("export") is False:
-        return (
-            f"RUN={run} is without a model: checkpoint.export was false. Run the config again with "
-            "checkpoint.export=true and another run.name"
-        )
-    return (
-        f"RUN={run} is without a model: it is {now.status} at step {now.step}, and a model is "
-        "exported at the end. Run the same command again to go on"
-    )
+    if now.live:
+        why = f"it is {now.status}, at step {now.step}{of}, and exports at the end. Wait for it"
+    elif config.get("checkpoint", {}).get("export") is False:
+        why = "checkpoint.export was false. Run the config again with checkpoint.export=true and "
+        why += "another run.name"
+    return f"RUN={run} is without a model: {why}"
 
 
 def base_of(run: str, path: str, stack: ExitStack) -> str:
@@ -276,17 +261,13 @@ def base_of(run: str, path: str, stack: ExitStack) -> str:
     except ValueError as error:
         raise ConfigError([f"RUN={run} has adapters without their base: {error}"]) from error
     if source.storage is None:
-        raise ConfigError(
-            [
-                f"RUN={run} has adapters on the preset {base}, which has no weights: they were "
-                "drawn when the run began. Train adapters on a model folder"
-            ]
-        )
+        why = "they were drawn when the run began. Train adapters on a model folder"
+        what = f"has adapters on the preset {base}, which has no weights"
+        raise ConfigError([f"RUN={run} {what}: {why}"])
     return local_copy(source.storage, stack)
 
 
 def _adapted(run: str, path: str, stack: ExitStack) -> Any:
-    """Load the adapters in `path` and the base model that they were trained on."""
     import transformers
 
     from rayapp.model.adapter import adapted

@@ -1,14 +1,4 @@
-"""What `rayapp COMMAND` does, a function each: argv in, exit code out.
-
-first.py     init, completion
-data.py      data, prepare
-plans.py     plan, presets, sweep
-clusters.py  render, capacity, connect
-jobs.py      preflight, submit, resume, watch, logs, stop
-runs.py      list, status
-models.py    report, generate, check, merge, publish
-space.py     du, rm, prune
-"""
+"""What `rayapp COMMAND` does, a function each: argv in, exit code out."""
 
 import sys
 from collections.abc import Callable

@@ -66,7 +66,6 @@ def render(argv: list[str]) -> int:
 
 
 def _account(region: str) -> str | None:
-    """Return the account of this machine's credentials; None if there are none."""
     import boto3
     from botocore.exceptions import BotoCoreError, ClientError
 

@@ -113,15 +113,11 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
         console.print(Text.assemble((f"{label:14}", "bold"), text), soft_wrap=True)
 
     lengths = preview.lengths or [0]
-    say(
-        "source",
-        f"{preview.path}: {preview.format}, {preview.kind}; the first {preview.records} records",
-    )
-    say(
-        "documents",
-        f"{len(preview.documents)} of {min(lengths)} to {max(lengths)} tokens, "
-        f"{preview.share_of_loss:.1%} bear loss; {preview.duplicates} repeat another",
-    )
+    read = f"{preview.format}, {preview.kind}; the first {preview.records} records"
+    say("source", f"{preview.path}: {read}")
+    sizes = f"{len(preview.documents)} of {min(lengths)} to {max(lengths)} tokens"
+    share = f"{preview.share_of_loss:.1%} bear loss; {preview.duplicates} repeat another"
+    say("documents", f"{sizes}, {share}")
     over = sum(length > preview.seq_len for length in lengths)
     filled = f"{preview.rows} of {preview.seq_len} tokens, {preview.fill:.1%} full"
     say("rows", f"{filled}; {over} documents are longer")

@@ -61,9 +61,8 @@ def init(argv: list[str]) -> int:
     """Write a config and data to begin with; see INIT."""
     name, _ = arguments.read_plain(argv, "NAME", {})
     if not re.match(NAME_PATTERN, name):
-        raise ConfigError(
-            [f"NAME={name} is not valid: it must match {NAME_PATTERN}. Set e.g. demo"]
-        )
+        what = f"it must match {NAME_PATTERN}. Set e.g. demo"
+        raise ConfigError([f"NAME={name} is not valid: {what}"])
     rows = [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q, a in CHATS

@@ -71,10 +71,8 @@ def command(text: str) -> Callable[[Command], Command]:
     An option of the text's first line that no other line explains is explained as in EXPLAINED.
     """
     usage, _, rest = text.partition("\n")
-    options = [
-        option for option in re.findall(r"--\w+(?![\w.])", usage) if f"  {option}" not in rest
-    ]
-    lines = [f"  {EXPLAINED[option]}" for option in options]
+    options = re.findall(r"--\w+(?![\w.])", usage)
+    lines = [f"  {EXPLAINED[option]}" for option in options if f"  {option}" not in rest]
     if " RUN" in usage:
         lines.insert(0, f"  RUN            {RUN.partition(' ')[2].strip('()')}")
     return documented("\n\n".join(filter(None, [usage, "\n".join(lines), rest.strip("\n")])))
@@ -134,13 +132,11 @@ def logs(argv: list[str]) -> int:
     """Print what a run's driver prints; followed to its end, return what it returned; see LOGS."""
     options = {"follow": "false", "attempt": "none", "rank": "none"}
     handle, asked = handle_of(arguments.flags(argv, {"follow"}), options)
-    attempt, rank = (
-        None if or_none(asked[name]) is None else arguments.count(name, asked[name])
-        for name in ("attempt", "rank")
-    )
+    given = [name for name in ("attempt", "rank") if or_none(asked[name]) is not None]
+    chosen = {name: arguments.count(name, asked[name]) for name in given}
     if asked["follow"] == "true":
         return _follow(handle)
-    print(handle.logs(attempt, rank), end="")
+    print(handle.logs(**chosen), end="")
     return Exit.DONE
 
 
@@ -154,17 +150,14 @@ def stop(argv: list[str]) -> int:
 
 
 def _submit_options(asked: dict[str, str]) -> SubmitOptions:
-    return SubmitOptions(
-        working_dir=or_none(asked["working_dir"]),
-        pip=tuple(filter(None, (or_none(asked["pip"]) or "").split(","))),
-        env=_mapping("env", asked["env"]),
-        secrets=_mapping("secrets", asked["secrets"]),
-        driver_cpus=arguments.number("driver_cpus", asked["driver_cpus"], zero=True),
-        driver_memory_gib=arguments.number(
-            "driver_memory_gib", asked["driver_memory_gib"], zero=True
-        ),
-        tags=_mapping("tags", asked["tags"]),
+    pip = tuple(filter(None, (or_none(asked["pip"]) or "").split(",")))
+    env, secrets, tags = (_mapping(name, asked[name]) for name in ("env", "secrets", "tags"))
+    cpus, memory_gib = (
+        arguments.number(name, asked[name], zero=True)
+        for name in ("driver_cpus", "driver_memory_gib")
     )
+    folder = or_none(asked["working_dir"])
+    return SubmitOptions(folder, pip, env, secrets, cpus, memory_gib, tags)
 
 
 def handle_of(

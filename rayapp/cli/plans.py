@@ -52,13 +52,7 @@ FIELDS = "name storage config trials seed scheduler metric mode max_usd max_hour
 
 NVIDIA = "/proc/driver/nvidia/version"  # is there where the driver of a GPU is loaded
 
-OPTIONS = {
-    "region": "us-west-2",
-    "deadline_hours": "none",
-    "budget_usd": "none",
-    "usd_per_hour": "none",
-    "images": "none",
-}
+NUMBERS = ("deadline_hours", "budget_usd", "usd_per_hour", "images")
 
 
 @documented(PLAN)
@@ -73,13 +67,13 @@ def plan(argv: list[str]) -> int:
 
     argv = arguments.flags(argv, {"json"})
     argv, prepared = _prepared(argv)
-    config, options = arguments.read(argv, {"json": "false", **OPTIONS})
+    known = {"json": "false", "region": "us-west-2", **dict.fromkeys(NUMBERS, "none")}
+    config, options = arguments.read(argv, known)
     assert isinstance(config, Config | VisionConfig)
     config = planner.with_adapters_lora(config) if isinstance(config, Config) else config
     numbers = {
         name: None if options[name].lower() == "none" else arguments.number(name, options[name])
-        for name, default in OPTIONS.items()
-        if default == "none"
+        for name in NUMBERS
     }
     usd_per_hour = numbers.pop("usd_per_hour")
     if numbers.pop("images") is not None:
@@ -113,7 +107,6 @@ def plan(argv: list[str]) -> int:
 
 
 def _prepared(argv: list[str]) -> tuple[list[str], dict[str, int]]:
-    """Replace a run's folder by its config; return the counts of its prepared data too."""
     from rayapp.planner import counts_of
 
     counts, words = dict[str, int](), list[str]()
@@ -178,20 +171,18 @@ def presets(argv: list[str]) -> int:
 
 def _language_presets() -> list[dict[str, Any]]:
     """Return a row for each preset; one without a published count is counted by its formula."""
-    rows = []
-    for name, preset in LANGUAGE.items():
-        config = config_of(name)
-        rows.append(
-            {
-                "preset": name,
-                "family": config["model_type"],
-                "parameters": preset.parameters or shape_of(config).parameters,
-                "context": text_section(config)["max_position_embeddings"],
-                "licence": preset.licence,
-                "source": preset.source,
-            }
-        )
-    return rows
+    return [
+        {
+            "preset": name,
+            "family": config["model_type"],
+            "parameters": preset.parameters or shape_of(config).parameters,
+            "context": text_section(config)["max_position_embeddings"],
+            "licence": preset.licence,
+            "source": preset.source,
+        }
+        for name, preset in LANGUAGE.items()
+        for config in [config_of(name)]
+    ]
 
 
 def _image_presets() -> list[dict[str, Any]]:

@@ -86,7 +86,6 @@ def _listed(storage: str | None, address: str | None) -> tuple[list[dict[str, An
 
 
 def _fields(url: str, names: list[str]) -> dict[str, Any]:
-    """Return values of a run's config.yaml by field; none of a run that cannot be read."""
     try:
         sections: Any = read_sections(open_storage(url)) or {}
     except (StorageError, DamagedFile, ValueError):
@@ -98,7 +97,6 @@ def _fields(url: str, names: list[str]) -> dict[str, Any]:
 
 
 def _value(row: dict[str, Any], name: str) -> Any:
-    """Return a value of a listed run by the name of a field, a figure or a value; None without."""
     held = row.get("held_out") or {}
     places = (row.get("fields"), held.get("eval_metrics"), held, row, row.get("line"))
     return next((place[name] for place in places if place and place.get(name) is not None), None)
@@ -157,8 +155,6 @@ def status(argv: list[str]) -> int:
 
 
 def _of_storage(root: Storage) -> list[dict[str, Any]]:
-    """Return the runs of a folder, whatever clusters they ran on."""
-
     def row(run: Storage) -> dict[str, Any] | None:
         return _row(run.url, lambda: ((now := summary(run)).status, now))
 
@@ -168,7 +164,6 @@ def _of_storage(root: Storage) -> list[dict[str, Any]]:
 
 
 def _of_cluster(address: str | None) -> list[dict[str, Any]]:
-    """Return the runs whose jobs a cluster knows of, each with its newest job."""
     from rayapp.jobs import JobsClient
 
     rows: list[dict[str, Any]] = []
@@ -202,22 +197,13 @@ def _values(url: str, state: str, now: Progress | None) -> dict[str, Any]:
     if now is None:
         empty = dict.fromkeys(("job", "started_s", "updated_s", "reason", "user", "commit"))
         return values | empty | {"figures": {}}
+    of_now = "started_s updated_s reason user commit held_out step num_steps left_s"
+    values |= {"job": None, "figures": figures(now)}
+    values |= {name: getattr(now, name) for name in of_now.split()}
+    values |= {name: getattr(now.account, name) for name in ("goodput", "wall_s", "cost_usd")}
+    activity = now.activity.text(time.time()) if now.activity else None
     return values | {
-        "job": None,
-        "started_s": now.started_s,
-        "updated_s": now.updated_s,
-        "reason": now.reason,
-        "user": now.user,
-        "commit": now.commit,
-        "figures": figures(now),
-        "held_out": now.held_out,
-        "step": now.step,
-        "num_steps": now.num_steps,
-        "left_s": now.left_s,
-        "goodput": now.account.goodput,
-        "wall_s": now.account.wall_s,
-        "cost_usd": now.account.cost_usd,
         "cost_at_end_usd": now.cost_at_end_usd,
         "line": now.line,
-        "activity": now.activity.text(time.time()) if now.activity else None,
+        "activity": activity,
     }

@@ -79,9 +79,8 @@ class Space:
 @command("rayapp du [--storage=URL] [--json]")
 def du(argv: list[str]) -> int:
     """Show what runs, rows and tokens take, when they were used last, and who needs them."""
-    _, asked = arguments.read_plain(
-        arguments.flags(argv, {"json"}), "", {"storage": "none", "json": "false"}
-    )
+    known = {"storage": "none", "json": "false"}
+    _, asked = arguments.read_plain(arguments.flags(argv, {"json"}), "", known)
     root = _root(asked["storage"])
     space = measure(root)
     unneeded = _bytes(space.unneeded(time.time(), space.rows))
@@ -171,11 +170,7 @@ def _sorted_out(folder: Storage, own: re.Pattern[str]) -> tuple[list[Entry], str
 
 
 def _agreed() -> bool:
-    """Ask whether to go on.
-
-    Raises:
-        ConfigError: there is no terminal.
-    """
+    """Ask whether to go on."""
     if not sys.stdin.isatty():
         raise ConfigError(["--yes is missing: there is no terminal to ask at. Add it"])
     try:
@@ -202,11 +197,9 @@ def prune(argv: list[str]) -> int:
     root, before_s = _root(asked["storage"]), time.time() - days * DAY_S
     space = measure(root)
     if unknown := [run for run in space.runs if run.needs is None]:
+        fix = "Repair it, or delete it"
         raise ConfigError(
-            [
-                f"run={root.url}/{run.name} is unreadable: {run.reason}. Repair it, or delete it"
-                for run in unknown
-            ]
+            [f"run={root.url}/{run.name} is unreadable: {run.reason}. {fix}" for run in unknown]
         )
     live = [run.name for run in space.runs if run.state in (*LIVE, UNREADABLE)]
     if live and days < 1:
@@ -257,7 +250,6 @@ def measure(root: Storage) -> Space:
 
 
 def _run(run: Storage) -> StoredFolder | None:
-    """Return what a run takes and needs; None of a folder that is no run."""
     name = run.url.rpartition("/")[2]
     if name.startswith("."):
         return None
@@ -283,13 +275,11 @@ def _rows(root: Storage, name: str) -> StoredFolder:
     folder = f"{PREPARED}/{name}"
     entries = root.list(folder)
     used = [entry.modified_s for entry in entries if entry.name == f"{folder}/{USED}"]
-    blocks: list[str] | None = []
+    blocks: list[str] | None
     try:
         blocks = root.read(f"{folder}/{BLOCKS}").decode().split()
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError):
-        blocks = None
+    except (OSError, UnicodeDecodeError) as error:
+        blocks = [] if isinstance(error, FileNotFoundError) else None
     newest = max((entry.modified_s for entry in entries), default=0.0)
     return StoredFolder(name, _bytes(entries), used[0] if used else newest, needs=blocks)
 

@@ -13,22 +13,9 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from rayapp.cluster import sizes
 from rayapp.cluster.groups import Files, groups_of, pods, tasks
 from rayapp.cluster.options import COMPONENTS, Options, bucket, image_tag, option_problems, stack
-from rayapp.cluster.sizes import (
-    HEAD_DISK_GIB,
-    HUGEPAGES_POD_MIB,
-    Fleet,
-    Node,
-    bought,
-    cost_line,
-    data_cost_line,
-    gpus_of,
-    machine_variables,
-    machines_of,
-    node,
-    worker_node,
-)
 from rayapp.config import RunConfig
 from rayapp.config.text import flatten, shipped
 from rayapp.hardware import instance
@@ -61,8 +48,8 @@ def render(platform: str, config: RunConfig, options: Options) -> Files:
         ConfigError: with every problem.
     """
     problems = option_problems(platform, options)
-    options = bought(config, options, problems)
-    head, fleets, data = machines_of(platform, config, options, problems)
+    options = sizes.bought(config, options, problems)
+    head, fleets, data = sizes.machines_of(platform, config, options, problems)
     groups, each = groups_of(platform, options, fleets, data), list[Files]()
     for group in groups:
         values = _values(platform, config, options, head, group.fleet) | group.values
@@ -72,7 +59,7 @@ def render(platform: str, config: RunConfig, options: Options) -> Files:
         "name": options.name,
         "region": options.region,
         **({} if platform == "ecs" else {"api_cidrs": list(options.api_cidrs)}),
-        "head": machine_variables(head, HEAD_DISK_GIB),
+        "head": sizes.machine_variables(head, sizes.HEAD_DISK_GIB),
         "workers": {group.name: group.variables for group in groups},
         "idle_minutes": config.cluster.idle_minutes or 0,
     }
@@ -87,13 +74,11 @@ def cost(platform: str, config: RunConfig, options: Options) -> str:
         ConfigError: the machines cannot be placed; with every problem.
     """
     problems: list[str] = []
-    options = bought(config, options, problems)
-    head, fleets, data = machines_of(platform, config, options, problems)
-    lines = [
-        cost_line(platform, workers, head.instance, options.region, options.market)
-        for workers in fleets
-    ]
-    lines += [] if data is None else [data_cost_line(data, options.region)]
+    options = sizes.bought(config, options, problems)
+    head, fleets, data = sizes.machines_of(platform, config, options, problems)
+    where = options.region, options.market
+    lines = [sizes.cost_line(platform, workers, head.instance, *where) for workers in fleets]
+    lines += [] if data is None else [sizes.data_cost_line(data, options.region)]
     return "\n".join(lines)
 
 
@@ -120,9 +105,8 @@ def write(files: Files, folder: Path) -> None:
 
 
 def _values(
-    platform: str, config: RunConfig, options: Options, head: Node, workers: Fleet
+    platform: str, config: RunConfig, options: Options, head: sizes.Node, workers: sizes.Fleet
 ) -> Values:
-    """Return the values of the `${name}` placeholders that both platforms have."""
     worker, name = workers.worker, stack(platform, options)
     registry = f"{options.account}.dkr.ecr.{options.region}.amazonaws.com"
     values: Values = {
@@ -147,9 +131,9 @@ def _values(
         "max_nodes": workers.max_nodes,
         "worker_cpus": worker.cpus,
         "worker_cpu_units": worker.cpus * 1024,
-        "worker_gpus": gpus_of(config, workers),
+        "worker_gpus": sizes.gpus_of(config, worker.instance),
         "worker_efa": worker.efa,
-        "hugepages_mib": HUGEPAGES_POD_MIB,
+        "hugepages_mib": sizes.HUGEPAGES_POD_MIB,
         "head_pod_cpus": head.cpus,
         "head_cpu_units": head.cpus * 1024,
     }
@@ -170,18 +154,12 @@ def _fill(path: Path, values: Values) -> str:
 
 
 def _ecs(values: Values) -> Files:
-    """Return the task definitions as JSON for `aws ecs register-task-definition`."""
-    gpus, efa = values["worker_gpus"], values["worker_efa"]
-    values["worker_gpu_requirements"] = json.dumps(
-        [{"type": "GPU", "value": str(gpus)}] if gpus else []
-    )
-    paths = [f"/dev/infiniband/uverbs{card}" for card in range(efa)]
-    values["worker_efa_devices"] = json.dumps(
-        [
-            {"hostPath": path, "containerPath": path, "permissions": ["read", "write"]}
-            for path in paths
-        ]
-    )
+    gpus, allowed = values["worker_gpus"], ["read", "write"]
+    needs = [{"type": "GPU", "value": str(gpus)}] if gpus else []
+    paths = [f"/dev/infiniband/uverbs{card}" for card in range(values["worker_efa"])]
+    devices = [{"hostPath": p, "containerPath": p, "permissions": allowed} for p in paths]
+    values["worker_gpu_requirements"] = json.dumps(needs)
+    values["worker_efa_devices"] = json.dumps(devices)
     files = {}
     for role in ("head", "worker"):
         definition = json.loads(_fill(ROOT / "ecs" / f"{role}.json", values))
@@ -244,16 +222,16 @@ def _kuberay(config: RunConfig, options: Options, values: Values) -> Files:
 
 
 def _quota(options: Options, queue: str, head: Values) -> Values:
-    """Return Kueue's quotas: of all nodes for workers and for data, and of one head."""
     kind, _, count = queue.partition(":")
-    worker = worker_node(instance(kind, "queue"), options, kube=True)
-    data, nodes = node(instance(options.data_instance, "data_instance"), efa=False), int(count)
+    worker = sizes.worker_node(instance(kind, "queue"), options, kube=True)
+    data = sizes.node(instance(options.data_instance, "data_instance"), efa=False)
+    nodes = int(count)
     return {
         "quota_cpus": nodes * worker.cpus,
         "quota_memory_mib": nodes * worker.memory_mib,
         "quota_gpus": nodes * worker.instance.gpus,
         "quota_efa": nodes * worker.efa,
-        "quota_hugepages_mib": nodes * HUGEPAGES_POD_MIB if worker.efa else 0,
+        "quota_hugepages_mib": nodes * sizes.HUGEPAGES_POD_MIB if worker.efa else 0,
         "quota_data_cpus": options.data_nodes * data.cpus,
         "quota_data_memory_mib": options.data_nodes * data.memory_mib,
         "quota_system_cpus": head["head_pod_cpus"] + SUBMITTER_CPUS,

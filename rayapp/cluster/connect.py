@@ -93,9 +93,8 @@ def to_eks(port: int, job: str | None = None) -> Way:
 def kubectl(*words: str) -> str:
     """Return what kubectl prints of the namespace of Ray clusters, in its current context."""
     try:
-        done = subprocess.run(
-            ["kubectl", "--namespace=rayapp", *words], capture_output=True, text=True
-        )
+        command = ["kubectl", "--namespace=rayapp", *words]
+        done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise NotReachable("kubectl is not installed. Install it") from None
     if done.returncode != 0:
@@ -199,14 +198,12 @@ def through(forwarding: Forwarding, command: list[str]) -> int:
 
 
 def _taken(port: int) -> bool:
-    """Say whether a process listens on a local port."""
     with socket.socket() as client:
         client.settimeout(1.0)
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _listens(session: int, port: int) -> bool:
-    """Say whether a process of a session listens on a local port."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended meanwhile, or is another user's
             if os.getsid(process.pid) == session and any(

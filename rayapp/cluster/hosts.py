@@ -1,8 +1,5 @@
 """Start the workers of infra/ecs or infra/eks where EC2 has room, and say why where it has none.
 
-    start("ecs", "rayapp", client, 1800, print)     # client(service) returns a boto3 client
-    wait_for_workers("ecs", "rayapp", client, 1800, print)
-
 ECS: services, whose capacity providers start the hosts. EKS: node groups, each an Auto Scaling
 group, and the groups of pods of the same names in the rendered RayCluster. Where cluster.instance
 is a list, each of its choices has groups that are empty until `rayapp capacity` chooses one; on ECS
@@ -79,12 +76,10 @@ class Service(HostGroup):
         states = ("InService", "Pending")  # the protection of others cannot be changed
         hosts = [h for h in self.scaling_group()["Instances"] if h["LifecycleState"] in states]
         ids = [host["InstanceId"] for host in hosts]
+        asked = {"AutoScalingGroupName": self.hosts, "ProtectedFromScaleIn": False}
         for first in range(0, len(ids), UNPROTECTED):
-            self.client("autoscaling").set_instance_protection(
-                AutoScalingGroupName=self.hosts,
-                InstanceIds=ids[first : first + UNPROTECTED],
-                ProtectedFromScaleIn=False,
-            )
+            some = ids[first : first + UNPROTECTED]
+            self.client("autoscaling").set_instance_protection(InstanceIds=some, **asked)
         super().want(0)
 
 
@@ -155,11 +150,7 @@ def _try(group: Service | NodeGroup, seconds: float) -> str | None:
 
 
 def _groups_of_list(home: str, name: str, client: Client) -> list[Service | NodeGroup]:
-    """Return the groups of a list; none where one type is rendered.
-
-    Raises:
-        NotReachable: kubectl finds no Ray cluster.
-    """
+    """Return the groups of a list; none where one type is rendered."""
     stack = f"{name}-{home}"
     if home == "ecs":
         return [
@@ -242,13 +233,11 @@ def refusal(activities: list[Any]) -> str | None:
 
 
 def _services(stack: str, client: Client) -> list[Any]:
-    """Return the services of a cluster, as ECS describes them."""
     pages = client("ecs").get_paginator("list_services").paginate(cluster=stack)
     return _described(stack, [arn for page in pages for arn in page["serviceArns"]], client)
 
 
 def _described(stack: str, services: list[str], client: Client) -> list[Any]:
-    """Return what ECS says of services, by name or ARN."""
     told = list[Any]()
     for first in range(0, len(services), DESCRIBED):
         some = services[first : first + DESCRIBED]
@@ -270,13 +259,11 @@ def _node_groups(stack: str, client: Client) -> dict[str, str]:
 
 
 def _specs() -> list[Any]:
-    """Return the pods' groups of the RayCluster."""
     cluster = json.loads(kubectl("get", "raycluster", "rayapp", "--output=json"))
     return list(cluster["spec"]["workerGroupSpecs"])
 
 
 def _set_pods(group: str, pods: int) -> None:
-    """Set how many pods a group has, unless it has so many."""
     specs = _specs()
     (number,) = [place for place, spec in enumerate(specs) if spec["groupName"] == group]
     if specs[number].get("replicas", 0) == pods:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from rayapp.hardware import DEFAULT_REGION, UnknownInstance, instance
+from rayapp.hardware import DEFAULT_REGION, Instance, UnknownInstance, instance
 
 PLATFORMS = ("ecs", "kuberay")
 COMPONENTS = ("autoscaling", "kueue", "lustre", "spot")
@@ -28,10 +28,7 @@ PATTERNS = {
     "queue": (r"[a-z0-9.-]+:[1-9][0-9]{0,4}", "a type and a number of nodes: p5.48xlarge:32"),
 }
 SERVER = r"https?://[^\s\"'\\${}]+"
-CHOICES = {
-    "market": ("on-demand", "spot", "capacity-block"),
-    "efa": ("auto", "true", "false"),
-}
+CHOICES = {"market": ("on-demand", "spot", "capacity-block"), "efa": ("auto", "true", "false")}
 ROOT = Path(__file__).parents[2]
 # What cluster/Dockerfile copies, and the Dockerfile itself.
 IMAGE_CONTEXT = (
@@ -138,11 +135,17 @@ def option_problems(platform: str, options: Options) -> list[str]:
     problems = [problem for problem, wrong in checks.items() if wrong]
     problems += [problem for cidr in options.api_cidrs if (problem := _cidr_problem(cidr))]
     if options.queue is not None:
-        try:
-            instance(options.queue.partition(":")[0], "queue")
-        except UnknownInstance as error:
-            problems.append(str(error))
+        listed(options.queue.partition(":")[0], "queue", problems)
     return problems
+
+
+def listed(name: str, option: str, problems: list[str]) -> Instance | None:
+    """Return an instance type of the table; None, with a new problem, if it is not there."""
+    try:
+        return instance(name, option)
+    except UnknownInstance as error:
+        problems.append(str(error))
+        return None
 
 
 def malformed(values: Mapping[str, str | None]) -> list[str]:

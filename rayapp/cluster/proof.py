@@ -87,7 +87,6 @@ class Proof:
         return open_storage(f"{self.storage}/{name}")
 
     def _all(self, service: str, action: str, **asked: Any) -> Iterator[Any]:
-        """Yield the items of all pages of an answer, in which they are the one list."""
         for page in self.client(service).get_paginator(action).paginate(**asked):
             for value in page.values():
                 yield from value if isinstance(value, list) else ()
@@ -124,17 +123,11 @@ class Proof:
         """
         iam, fis, role = self.client("iam"), self.client("fis"), f"{self.name}-spot-notice"
         where = f"arn:aws:ec2:{self.region}:{self.number}:instance/{host}"
-        policies = {
-            "send": _policy("ec2:SendSpotInstanceInterruptions", Resource=where),
-            "see": _policy("ec2:DescribeInstances", Resource="*"),
-        }
-        made = iam.create_role(
-            RoleName=role,
-            AssumeRolePolicyDocument=_policy(
-                "sts:AssumeRole", Principal={"Service": "fis.amazonaws.com"}
-            ),
-            Tags=[{"Key": "Project", "Value": self.name}],
-        )["Role"]
+        policies = {"see": _policy("ec2:DescribeInstances", Resource="*")}
+        policies["send"] = _policy("ec2:SendSpotInstanceInterruptions", Resource=where)
+        assumed = _policy("sts:AssumeRole", Principal={"Service": "fis.amazonaws.com"})
+        tags = [{"Key": "Project", "Value": self.name}]
+        made = iam.create_role(RoleName=role, AssumeRolePolicyDocument=assumed, Tags=tags)["Role"]
         template = None
         try:
             for name, policy in policies.items():
@@ -159,22 +152,17 @@ class Proof:
 
     def container_insights(self) -> list[str]:
         """Return the log groups that AWS itself creates for the cluster; no stack destroys them."""
-        return [
-            group["logGroupName"]
-            for place in ("/aws/ecs/containerinsights", "/aws/containerinsights")
-            for group in self._all(
-                "logs", "describe_log_groups", logGroupNamePrefix=f"{place}/{self.stack}/"
-            )
-        ]
+        asked = "logs", "describe_log_groups"
+        places = ("/aws/ecs/containerinsights", "/aws/containerinsights")
+        begins = [f"{place}/{self.stack}/" for place in places]
+        groups = (g for each in begins for g in self._all(*asked, logGroupNamePrefix=each))
+        return [group["logGroupName"] for group in groups]
 
     def left(self) -> list[str]:
         """Return the ARNs of what is there of the name's stacks; names of log groups and roles."""
         names = [self.name, f"{self.name}-ecs", f"{self.name}-eks"]
-        tagged = self._all(
-            "resourcegroupstaggingapi",
-            "get_resources",
-            TagFilters=[{"Key": "Project", "Values": names}],
-        )
+        tags = [{"Key": "Project", "Values": names}]
+        tagged = self._all("resourcegroupstaggingapi", "get_resources", TagFilters=tags)
         arns = {found["ResourceARN"] for found in tagged}
         ours = (f"{names[1]}-", f"{names[2]}-", f"{self.name}-spot-notice")
         roles = self._all("iam", "list_roles")
@@ -196,11 +184,11 @@ class Proof:
                     told = ec2.describe_instances(InstanceIds=[name])["Reservations"]
                     states = [host["State"]["Name"] for each in told for host in each["Instances"]]
                 case "ec2", "natgateway":
-                    told = ec2.describe_nat_gateways(NatGatewayIds=[name])["NatGateways"]
-                    states = [each["State"] for each in told]
+                    told = ec2.describe_nat_gateways(NatGatewayIds=[name])
+                    states = [each["State"] for each in told["NatGateways"]]
                 case "ec2", "vpc-endpoint":
-                    told = ec2.describe_vpc_endpoints(VpcEndpointIds=[name])["VpcEndpoints"]
-                    states = [each["State"] for each in told]
+                    told = ec2.describe_vpc_endpoints(VpcEndpointIds=[name])
+                    states = [each["State"] for each in told["VpcEndpoints"]]
                 case _:
                     return False
         except ClientError as error:
@@ -231,13 +219,8 @@ class Proof:
         with self.log.open("a", encoding="utf-8") as output:
             output.write(f"\n$ {' '.join(words)}\n")
             output.flush()
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            process = subprocess.Popen(words, **streams, start_new_session=True)
             try:
                 return process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -296,11 +279,7 @@ class Proof:
 
 
 def _start(fis: Any, template: str) -> None:
-    """Start an experiment; again while its role, which is new, cannot be assumed.
-
-    Raises:
-        Failed: it has not begun to act.
-    """
+    """Start an experiment; again while its role, which is new, cannot be assumed."""
     until = time.monotonic() + ROLE_S
     experiment = fis.start_experiment(experimentTemplateId=template)["experiment"]
     while (state := experiment["state"])["status"] not in ("running", "completed"):

@@ -88,8 +88,8 @@ def _main(home: str, argv: list[str]) -> int:
     try:
         number = str(client("sts").get_caller_identity()["Account"])
     except (BotoCoreError, ClientError) as error:
-        why = f"no AWS account: {error}. Set credentials, as for the AWS CLI"
-        raise ConfigError([why]) from None
+        why = f"{error}. Set credentials, as for the AWS CLI"
+        raise ConfigError([f"no AWS account: {why}"]) from None
     options = Options(account=number, name=name, region=region)
     if problems := option_problems(HOMES[home], options):
         raise ConfigError(problems)
@@ -97,11 +97,8 @@ def _main(home: str, argv: list[str]) -> int:
     config, log = folder / "prove.yaml", folder / f"prove-{home}.log"
     proof = Proof(name, home, region, number, client, config, log)
     if left := proof.left():
-        why = (
-            f"name={name} is taken: {len(left)} things have its tags, e.g. {left[0]}, and the "
-            "proof would destroy them. Remove them, or set another NAME"
-        )
-        raise ConfigError([why])
+        why = f"{len(left)} things have its tags, e.g. {left[0]}, and the proof would destroy them"
+        raise ConfigError([f"name={name} is taken: {why}. Remove them, or set another NAME"])
     rate, most = price(home, options)
     print(most)
     if not asked["yes"] and input("Go on? Only yes is taken: ").strip() != "yes":
@@ -165,13 +162,13 @@ def _prove(proof: Proof, options: Options, asked: dict[str, str], rate: float) -
 
 def prove(proof: Proof) -> list[Step]:
     """Do all steps; the cluster goes down whatever becomes of those before."""
-    steps = [Step(name) for name in (*TRIALS, *WAY_DOWN)]
-    for step, trial in zip(steps, TRIALS.values(), strict=False):
-        if not _passes(proof, step, trial):
+    steps = {name: Step(name) for name in (*TRIALS, *WAY_DOWN)}
+    for name, trial in TRIALS.items():
+        if not _passes(proof, steps[name], trial):
             break
-    for step, trial in zip(steps[len(TRIALS) :], WAY_DOWN.values(), strict=True):
-        _passes(proof, step, trial)
-    return steps
+    for name, trial in WAY_DOWN.items():
+        _passes(proof, steps[name], trial)
+    return [*steps.values()]
 
 
 def _passes(proof: Proof, step: Step, trial: Callable[[Proof], str]) -> bool:

@@ -1,17 +1,13 @@
-"""Size a cluster: its machines, each container's share of its machine, USD per hour.
-
-options = bought(config, options, problems)
-head, fleets, data = machines_of("ecs", config, options, problems)
-"""
+"""Size a cluster: its machines, each container's share of its machine, USD per hour."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-from rayapp.cluster.options import Options, bucket, image_tag
+from rayapp.cluster.options import Options, bucket, image_tag, listed
 from rayapp.config import Choice, ConfigError, RunConfig
-from rayapp.hardware import PRICE_DATE, Instance, UnknownInstance, instance
+from rayapp.hardware import PRICE_DATE, Instance
 from rayapp.planner.question import named_instance
 
 HOST_CPUS = 2  # left to the operating system and the agents of ECS or Kubernetes and CloudWatch
@@ -81,9 +77,8 @@ def _interfaces(instance: Instance, efa: bool) -> tuple[str, ...]:
     """
     if not efa or instance.efa_interfaces == 0:
         return ("interface",)
-    first = ("efa",) if instance.first_efa_card == 0 else ("interface",)
-    rest = instance.efa_interfaces - (1 if instance.first_efa_card == 0 else 0)
-    return first + ("efa-only",) * rest
+    own = instance.first_efa_card == 0  # card 0 has EFA too
+    return ("efa" if own else "interface", *["efa-only"] * (instance.efa_interfaces - own))
 
 
 def machine_variables(machine: Node, disk_gib: int) -> dict[str, object]:
@@ -106,7 +101,7 @@ def fleet(
     unless other hosts prepare data.
     """
     instance, asked = worker.instance, config.cluster.resources
-    gpus = instance.gpus if config.cluster.gpu != "false" else 0
+    gpus = gpus_of(config, instance)
     if config.cluster.gpu == "true" and instance.gpus == 0:
         problems.append(
             f"cluster.gpu=true is impossible: {instance.name} has no GPU. Set cluster.instance to "
@@ -114,7 +109,7 @@ def fleet(
         )
         return None
     have = {"CPU": float(worker.cpus), "memory": worker.memory_mib * 2.0**20}
-    have |= {"object_store_memory": float(worker.object_store_bytes)}
+    have["object_store_memory"] = float(worker.object_store_bytes)
     need = {"CPU": 1.0, **asked}
     if gpus:
         have["GPU"] = float(instance.gpus)
@@ -176,7 +171,7 @@ def machines_of(
         ConfigError: with `problems`, and why some of them are impossible.
     """
     found, wrong = list[Fleet](), list[str]()
-    head = _known(options.head, "head", wrong)
+    head = listed(options.head, "head", wrong)
     kube = platform == "kuberay"
     reserved = (SYSTEM_CPUS, SYSTEM_MIB) if kube else (0, 0)
     system = None if head is None else node(head, False, *reserved)
@@ -201,16 +196,7 @@ def machines_of(
     return system, found, data
 
 
-def _known(name: str, option: str, problems: list[str]) -> Instance | None:
-    try:
-        return instance(name, option)
-    except UnknownInstance as error:
-        problems.append(str(error))
-        return None
-
-
 def _machine_problems(config: RunConfig, options: Options, worker: Node, head: Node) -> list[str]:
-    """Return why a cluster of these machines is impossible, its size aside."""
     machine, storage, runs = worker.instance, config.run.storage, f"s3://{bucket(options)}/runs"
     gpu, name = machine.gpu, machine.name
     no_efa = options.efa == "true" and machine.efa_interfaces == 0
@@ -237,9 +223,8 @@ def _machine_problems(config: RunConfig, options: Options, worker: Node, head: N
 def _data_fleet(
     config: RunConfig, options: Options, workers: list[Fleet], problems: list[str]
 ) -> Fleet | None:
-    """Return the hosts without GPUs that prepare data; add to `problems` what is impossible."""
     name = options.data_instance
-    machine = _known(name, "data_instance", problems) if options.data_nodes else None
+    machine = listed(name, "data_instance", problems) if options.data_nodes else None
     if machine is None:
         return None
     each = node(machine, efa=False)
@@ -253,7 +238,7 @@ def _data_fleet(
         for reason, wrong in why.items()
         if wrong
     ]
-    if any(gpus_of(config, each) == 0 for each in workers):
+    if any(gpus_of(config, each.worker.instance) == 0 for each in workers):
         problems.append(
             "data_nodes is impossible: workers without GPUs would train on these hosts too. "
             "Leave it out: such workers' hosts prepare data as well"
@@ -261,9 +246,9 @@ def _data_fleet(
     return Fleet(each, options.data_nodes, options.data_nodes, Choice(name))
 
 
-def gpus_of(config: RunConfig, workers: Fleet) -> int:
-    """Return how many GPUs of each machine Ray has."""
-    return workers.worker.instance.gpus if config.cluster.gpu != "false" else 0
+def gpus_of(config: RunConfig, machine: Instance) -> int:
+    """Return how many GPUs of a worker's machine Ray has."""
+    return machine.gpus if config.cluster.gpu != "false" else 0
 
 
 def worker_node(machine: Instance, options: Options, kube: bool) -> Node:
@@ -306,10 +291,8 @@ def cost_line(platform: str, fleet: Fleet, head: Instance, region: str, market: 
     if price is None:
         return f"cost: {nodes}: no on-demand price known in {region}, {idle}"
     busy = "unknown" if head_usd is None else f"{fleet.max_nodes * price + head_usd + fixed:.2f}"
-    return (
-        f"cost: {busy} USD/h with {nodes} ({price:g} each, {market.replace('-', ' ')}), {idle}, "
-        f"{region}, {PRICE_DATE}"
-    )
+    each = f"{price:g} each, {market.replace('-', ' ')}"
+    return f"cost: {busy} USD/h with {nodes} ({each}), {idle}, {region}, {PRICE_DATE}"
 
 
 def data_cost_line(fleet: Fleet, region: str) -> str:
@@ -319,7 +302,5 @@ def data_cost_line(fleet: Fleet, region: str) -> str:
     what = f"data: {fleet.max_nodes} x {machine.name} beside the workers"
     if price is None:
         return f"{what}: no on-demand price known in {region}"
-    return (
-        f"{what}, {fleet.max_nodes * price:.2f} USD/h more ({price:g} each, on demand), "
-        f"{region}, {PRICE_DATE}"
-    )
+    each = f"{fleet.max_nodes * price:.2f} USD/h more ({price:g} each, on demand)"
+    return f"{what}, {each}, {region}, {PRICE_DATE}"

@@ -148,7 +148,6 @@ def tried(models: Sequence[Served], environments: Mapping[str, str]) -> dict[str
 
 
 def _asked(consumer: str, environment: Path, requests: Sequence[Json]) -> list[Json]:
-    """Return a consumer's answers, from a process in its environment."""
     python = [str(environment / PYTHON), str(HERE / "answering.py")]
     if consumer != LLAMA_CPP:
         return answers_of([*python, VLLM if consumer == VLLM else TRANSFORMERS], requests)
@@ -165,12 +164,8 @@ def answers_of(command: Sequence[str], requests: Sequence[Json]) -> list[Json]:
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
         asked.write_text(json.dumps(requests), encoding="utf-8")
-        done = subprocess.run(
-            [*command, str(asked), str(answered)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run([*command, str(asked), str(answered)], **streams, check=False)
         answers: list[Json] = json.loads(answered.read_bytes()) if answered.exists() else []
     last = done.stdout.decode(errors="replace").strip().rpartition("\n")[2]
     ended = {"error": f"it ended with exit code {done.returncode}: {last[-300:]}"}

@@ -108,12 +108,8 @@ ANSWERING = {"transformers": in_transformers, "vllm": in_vllm, "gguf": as_gguf}
 
 def main(consumer: str, request: str, answer: str) -> None:
     """Answer each request; an error is an answer, too."""
-    usual = {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    os.environ.update({**usual, **os.environ})
+    usual = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ.update({**usual, "TRANSFORMERS_VERBOSITY": "error", **os.environ})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process opens one model after another
     answers = []
     for each in json.loads(Path(request).read_bytes()):

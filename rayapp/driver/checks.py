@@ -122,19 +122,16 @@ def same_run(run: Storage, config: RunConfig, settled: bool = True) -> str | Non
             raise ConfigError([problem])
         return INTERRUPTED
     if changed:
-        raise ConfigError(
-            [
-                f"run.name={config.run.name} is taken: {run.url} holds a run with another config "
-                f"({'; '.join(changed)}). Set another run.name, or use the same config to resume"
-            ]
-        )
+        name, how = config.run.name, f"({'; '.join(changed)})"
+        what = f"run.name={name} is taken: {run.url} holds a run with another config {how}"
+        fix = "Set another run.name, or use the same config to resume"
+        raise ConfigError([f"{what}. {fix}"])
     result = read_result(run)
-    best = result.get("best")
-    if result.get("status") != DONE or (best and is_enough(best, config.eval.patience)):
-        return result.get("status", INTERRUPTED)
-    if result["steps"] < (read_plan(run).get("steps") or 0):
+    best, status = result.get("best"), result.get("status", INTERRUPTED)
+    ended = status != DONE or (best and is_enough(best, config.eval.patience))
+    if not ended and result["steps"] < (read_plan(run).get("steps") or 0):
         return INTERRUPTED  # the result is of a shorter run
-    return result.get("status", INTERRUPTED)
+    return status
 
 
 def check_resumable(run: Storage) -> None:
@@ -150,22 +147,15 @@ def check_resumable(run: Storage) -> None:
 
 
 def _placement(config: RunConfig, cores: int, gpus: int) -> list[str]:
-    """Return a problem if this machine has too few cores or GPUs for the smallest worker count.
-
-    `ray_session.check_cluster` checks a running cluster.
-    """
+    """Return a problem if this machine has too few cores or GPUs for the smallest worker count."""
     workers = config.cluster.min_workers
     if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and gpus):
         limit, what = gpus, f"{gpus} GPUs"
     else:
-        limit, what = (
-            MAX_WORKERS_PER_CORE * cores,
-            f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)",
-        )
+        limit = MAX_WORKERS_PER_CORE * cores
+        what = f"{cores} cores (at most {MAX_WORKERS_PER_CORE} workers each)"
     if workers <= limit:
         return []
-    return [
-        f"cluster.workers={config.cluster.workers} is more than this machine can place: it has "
-        f"{what}. Set cluster.workers={max(limit, 1)} or less, "
-        "or cluster.address to a larger cluster"
-    ]
+    fix = f"Set cluster.workers={max(limit, 1)} or less, or cluster.address to a larger cluster"
+    asked = config.cluster.workers
+    return [f"cluster.workers={asked} is more than this machine can place: it has {what}. {fix}"]

@@ -1,7 +1,4 @@
-"""Run a config from the driver's side: check, start Ray, prepare the data, train, report.
-
-result = Kind(check, settle, prepare).run(config, console, started)
-"""
+"""Run a config from the driver's side: check, start Ray, prepare the data, train, report."""
 
 from __future__ import annotations
 
@@ -120,7 +117,6 @@ def _run(
     heartbeat: Heartbeat,
     on_step: Callable[[MetricsLine], None] | None,
 ) -> RunResult:
-    """Check the config, hold the lease and connect to Ray; then train."""
     phases, address = heartbeat.phases, ray_address(config)
     local = address == "local"
     cores, gpus_of_machine = (os.cpu_count() or 1, gpus_here()) if local else (None, 0)
@@ -155,16 +151,9 @@ def _run(
             check_resumable(run)
             journal = Journal(run, placement.places)
             journal.passed = heartbeat.passed
-            command = Command(
-                run,
-                lease,
-                stop,
-                journal,
-                tail=heartbeat.tail,
-                budget=Budget(ready.config.run, journal, stop),
-                phases=phases,
-                shown_by=heartbeat.shown_by,
-            )
+            budget = Budget(ready.config.run, journal, stop)
+            shown: Any = {"tail": heartbeat.tail, "shown_by": heartbeat.shown_by}
+            command = Command(run, lease, stop, journal, budget=budget, phases=phases, **shown)
             more = [SimpleNamespace(on_step=on_step)] if on_step is not None else []
             hooks = Hooks([*opened(ready.config, run.url), *more])
             with _logged(command, ready.config.run.name, console, hooks):
@@ -212,7 +201,6 @@ def _logged(command: Command, name: str, console: Console, hooks: Hooks) -> Iter
 def _to_the_end(
     kind: Kind, ready: CheckedRun, command: Command, gpus: bool, console: Console, hooks: Hooks
 ) -> RunResult:
-    """Train, write result.json and the report, and return the result."""
     if warning := short_wait(submission_id()):
         console.print(f"[yellow]{escape(warning)}[/yellow]", soft_wrap=True)
     run, journal, phases = command.run, command.journal, command.phases

@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -39,7 +40,7 @@ class ProgressBar:
     """Show the progress of a run, one line of metrics.jsonl at a time."""
 
     def __init__(self, console: Console, num_steps: int, label: str) -> None:
-        self.console, self.num_steps, self.label = console, num_steps, label
+        self.console, self.num_steps = console, num_steps
         self._last_line_s = 0.0
         self._shown: int | None = None
         self._progress: Progress | None = None
@@ -71,11 +72,7 @@ class ProgressBar:
         now = time.monotonic()
         if now - self._last_line_s >= LINE_EVERY_S or step == self.num_steps:
             self._last_line_s = now
-            self.console.print(
-                f"step {step}/{self.num_steps}  {figures}{self._left('  ', line)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self.say(f"step {step}/{self.num_steps}  {figures}{self._left('  ', line)}")
 
     def summary(self, line: MetricsLine) -> str:
         """Return how far the run is: its steps, loss and time left, without a line's details."""
@@ -123,7 +120,6 @@ def held_out(held: HeldOut) -> str:
 
 
 def _known(held: HeldOut, names: Sequence[str]) -> list[str]:
-    """Return the figures that are known, and those of eval.metrics."""
     own = held.get("eval_metrics") or {}
     known = [shown(held, name) for name in names if figure(held, name) is not None]
     return [*known, *(shown(own, name) for name in own if not name.startswith(DETAILS))]
@@ -146,10 +142,7 @@ def tasks(console: Console, results: Mapping[str, TaskResult]) -> None:
 
 def result(console: Console, result: RunResult) -> None:
     """Print the run's result and the folders of its files and model."""
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if result.get("eval_loss") is not None:
         say(held_out(result))
     if result.get("tasks"):

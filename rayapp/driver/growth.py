@@ -1,11 +1,4 @@
-"""Make a run longer or shorter: the steps that it has done keep their rates, rows and results.
-
-problem = growth_problem(run, before, config, changed) or schedule_problem(config, run)
-refuse_other_data(run, parts)
-stages = stages_of(run, fingerprint, num_rows, rows_per_step)     # for the order of its rows
-describe(run, config, plan)        # config.yaml and plan.json, or ASKED where the run has steps
-take(run)                          # once there is a new step: config.yaml and plan.json
-"""
+"""Make a run longer or shorter: the steps that it has done keep their rates, rows and results."""
 
 from __future__ import annotations
 
@@ -158,7 +151,5 @@ def changed_data(run: Storage, parts: Mapping[str, object], done: bool = False) 
 def refuse_other_data(run: Storage, parts: Mapping[str, object]) -> None:
     """Raise ConfigError if a run with a checkpoint would go on with other data."""
     if changed := changed_data(run, parts):
-        name = run.url.rpartition("/")[2]
-        raise ConfigError(
-            [f"run.name={name} is taken: {changed}. Restore them, or set another run.name"]
-        )
+        what = f"run.name={run.url.rpartition('/')[2]} is taken: {changed}"
+        raise ConfigError([f"{what}. Restore them, or set another run.name"])

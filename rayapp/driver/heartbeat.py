@@ -61,7 +61,9 @@ class Heartbeat:
         self.phases, self.tail, self._console = phases, tail, console
         self.passed: deque[Activity] = deque()
         """The phases that were shown, but for those between steps; the journal takes them."""
-        self._show: Callable[[str], None] = self._print
+        self._show: Callable[[str], None] = lambda text: console.print(
+            text, markup=False, highlight=False, soft_wrap=True
+        )
         self._shown = phases.current
         self._lines, self._at = tail.added, time.monotonic()
         self._beside_at = self._at
@@ -133,10 +135,9 @@ class Heartbeat:
             except OSError:  # an outage, which the renewals of the lease report
                 self._of_workers = own
         reported = self._of_workers
-        reported = None if reported is None else replace(reported, beside=own.beside)
         if reported is None or reported.phase in (STARTING_WORKERS, own.phase):
             return own
-        return reported
+        return replace(reported, beside=own.beside)
 
     def _follow(self) -> None:
         while not self._closed.wait(POLL_S):
@@ -168,9 +169,6 @@ class Heartbeat:
             if self._status is None and not (other and activity.phase == TRAINING):
                 self._show(activity.text(now))  # training begins with the line of its first step
             self._lines = self.tail.added
-
-    def _print(self, text: str) -> None:
-        self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _end_line(self) -> None:
         if self._status is not None:

@@ -30,7 +30,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from typing_extensions import TypedDict
 
@@ -72,8 +72,6 @@ class Holder(TypedDict, total=False):
 
 
 def _of_inner(name: str, *, checked: bool) -> Any:
-    """Return a method of Fenced that calls the inner storage's, after a check of the lease."""
-
     def method(self: Fenced, *args: object, **named: object) -> object:
         if checked:
             self.check()
@@ -289,13 +287,10 @@ def _acquire(run: Storage, say: Callable[[str], None], clock: Clock) -> tuple[Ho
                 say(f"waiting to see whether {other['host']}, process {other['pid']}, still runs")
         ended = here and other["process"] != _process(other["pid"])
         if (here and not ended) or entry.etag != seen:
-            raise ConfigError(
-                [
-                    f"run.name={run.url.rpartition('/')[2]} is running: {other['host']}, process "
-                    f"{other['pid']}, is at work in {run.url}. Stop it (Ctrl-C there, or a file "
-                    f"named {STOP} in that folder), or set another run.name"
-                ]
-            )
+            name, host, pid = run.url.rpartition("/")[2], other["host"], other["pid"]
+            what = f"run.name={name} is running: {host}, process {pid}, is at work in {run.url}"
+            fix = f"Stop it (Ctrl-C there, or a file named {STOP} in that folder)"
+            raise ConfigError([f"{what}. {fix}, or set another run.name"])
         if ended or now - since > LEASE_TAKEN_S:
             tried_at = tried_at or now
             etag = run.replace_if(LEASE, _text(mine), entry.etag)
@@ -308,13 +303,9 @@ def _acquire(run: Storage, say: Callable[[str], None], clock: Clock) -> tuple[Ho
 
 def this_process() -> Holder:
     """Describe this process as the holder of a lease, with a new id."""
-    return Holder(
-        id=uuid.uuid4().hex,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        process=_process(os.getpid()),
-        machine=_machine(),
-    )
+    pid = os.getpid()
+    own = {"pid": pid, "process": _process(pid), "machine": _machine()}
+    return cast(Holder, {"id": uuid.uuid4().hex, "host": socket.gethostname(), **own})
 
 
 def _text(holder: Holder) -> bytes:

@@ -40,19 +40,17 @@ def main(
             print(f"{usage}\n\n{help.text(kind, sections)}")
             return Exit.DONE
         config, _ = arguments.read(argv, {}, kind)
-    except ConfigError as error:
-        return _final(refused(error))
-    tell_ray()
-    run = _loaded(load_run)  # only now needed
-    from rayapp.observe.result import RunFailed
+        tell_ray()
+        run = _loaded(load_run)  # only now needed
+        from rayapp.observe.result import RunFailed
 
-    try:
-        result = run(config, Console(), started)
+        try:
+            result = run(config, Console(), started)
+        except (RunFailed, SecretError, StorageError) as error:
+            print(f"failed: {error}", file=sys.stderr)
+            return _final(Exit.FAILED) if isinstance(error, RunFailed) else Exit.FAILED
     except ConfigError as error:
         return _final(refused(error))
-    except (RunFailed, SecretError, StorageError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return _final(Exit.FAILED) if isinstance(error, RunFailed) else Exit.FAILED
     return _final(EXIT_CODES[result["status"]])
 
 
@@ -82,7 +80,6 @@ def _final(code: int) -> int:
 
 
 def _loaded(load_run: Callable[[], Callable[..., Mapping[str, Any]]]) -> Callable[..., Any]:
-    """Call `load_run`, and print a line if it takes more than a second."""
     from rayapp.driver.heartbeat import Heartbeat  # imports Ray
     from rayapp.driver.output import Tail
     from rayapp.observe.activity import Phases

@@ -1,11 +1,5 @@
 """Report a run to Prometheus, trackers and hooks while it trains, from the files in its folder.
 
-    hooks = Hooks(opened(config, run.url))       # run.hooks: code of the user's (docs/own_code.md)
-    with Observer(spec, run, hooks) as observer:
-        summary = fit(...)
-        observer.ended(summary)
-    hooks.end(result)
-
 One thread of the driver reads metrics.jsonl as it grows; one thread per tracker sends the lines, so
 that a server that hangs delays no other. None of this delays or ends the training. Lines that a
 tracker refuses are sent again later; lines that are still unsent CLOSE_S seconds after the end are
@@ -169,7 +163,6 @@ class Observer:
             tracker.close(self._status, self._samples, until)
 
     def _follow(self) -> None:
-        """Look at the run's folder at once, every POLL_S, and when the command ends."""
         last = False
         while True:
             try:

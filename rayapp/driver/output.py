@@ -1,12 +1,4 @@
-"""Keep the end of what a command prints, and write it into the run's folder by attempt.
-
-with captured() as tail:
-    logs = AttemptLogs(run, journal, tail)
-    logs.begin_attempt()
-    logs.keep_errors(error)          # of the workers
-    logs.end_attempt("again in 2 s")  # stored; what is printed later is of the next attempt
-    logs.close("failed: ...")
-"""
+"""Keep the end of what a command prints, and write it into the run's folder by attempt."""
 
 from __future__ import annotations
 

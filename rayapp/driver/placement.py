@@ -1,7 +1,5 @@
 """Count how many workers a cluster has room for, and wait until there is room for enough.
 
-    with asked_for(config): workers = wait_for_room(config, note, stopped)
-
 Room is counted node by node from what is free, so that other jobs keep theirs. Nodes that do not
 answer or are being drained do not count. One CPU of the whole cluster is left free for data tasks.
 """

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-import time
+import timeit
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -70,11 +70,7 @@ def connected(config: RunConfig, address: str) -> Iterator[None]:
 
 
 def _init(config: RunConfig, address: str) -> None:
-    """Call ray.init, again while a local start times out.
-
-    Raises:
-        RunFailed: Ray does not start on this machine.
-    """
+    """Call ray.init, again while a local start times out."""
     import ray
 
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
@@ -208,10 +204,8 @@ def check_cluster(config: RunConfig) -> None:
 
     resources, limits = ray.cluster_resources(), most_resources()
     workers = config.cluster.min_workers
-    needed = {
-        "CPU": float(workers + 1),
-        **{k: v * workers for k, v in config.cluster.resources.items()},
-    }
+    asked = {name: each * workers for name, each in config.cluster.resources.items()}
+    needed = {"CPU": float(workers + 1), **asked}
     if config.cluster.gpu == "true" or (config.cluster.gpu == "auto" and resources.get("GPU")):
         needed["GPU"] = float(workers)
     short = [
@@ -220,12 +214,9 @@ def check_cluster(config: RunConfig) -> None:
         if amount > max(resources.get(name, 0), limits.get(name, 0))
     ]
     if short:
-        raise ConfigError(
-            [
-                f"cluster.workers={config.cluster.workers} is more than the cluster can place: it "
-                f"needs {', '.join(short)}. Set cluster.workers lower, or add nodes"
-            ]
-        )
+        why = f"it needs {', '.join(short)}. Set cluster.workers lower, or add nodes"
+        what = f"cluster.workers={config.cluster.workers} is more than the cluster can place"
+        raise ConfigError([f"{what}: {why}"])
 
 
 def most_resources() -> Mapping[str, float]:
@@ -285,19 +276,14 @@ def gpus_have_bf16() -> bool:
 
 
 def _bf16_is_faster() -> bool:
-    """Say whether a small bf16 product on one thread takes under 0.8 of the time of fp32."""
     import torch
 
-    seconds = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         left, right = torch.ones(1024, 256, dtype=dtype), torch.ones(256, 1024, dtype=dtype)
-        runs = []
-        for _ in range(12):
-            start = time.perf_counter()
-            left @ right
-            runs.append(time.perf_counter() - start)
-        seconds[dtype] = min(runs)
+        sides = {"left": left, "right": right}
+        seconds.append(min(timeit.repeat("left @ right", repeat=12, number=1, globals=sides)))
     torch.set_num_threads(threads)
-    return seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]
+    return seconds[1] < 0.8 * seconds[0]

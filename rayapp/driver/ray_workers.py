@@ -1,14 +1,4 @@
-"""Run the attempts of a run as worker groups of Ray Train, and validate checkpoints in tasks.
-
-workers = RayWorkers(spec.config)
-with workers.asked_for():
-    attempt = workers.start(spec, workers.wait_for_room(note, check))
-    while not attempt.wait(0.5): ...
-    summary_or_error = attempt.outcome()
-
-validator = Validator(spec, run, say)
-validator.poll(); ...; validator.close()
-"""
+"""Run the attempts of a run as worker groups of Ray Train, and validate checkpoints in tasks."""
 
 from __future__ import annotations
 
@@ -226,20 +216,14 @@ class Validator:
         import ray
 
         newest = newest_committed(self._run)
-        if (
-            newest is None
-            or newest.step <= self._asked
-            or not placement.free_workers(self._spec.config)
-        ):
+        if newest is None or newest.step <= self._asked:
+            return
+        if not placement.free_workers(self._spec.config):
             return
         self._asked = newest.step
-        resources = dict(placement.needs(self._spec.config))
-        task = ray.remote(
-            num_cpus=resources.pop("CPU"),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
-            max_retries=0,
-        )(_validate)
+        others = dict(placement.needs(self._spec.config))
+        own: Any = {"num_cpus": others.pop("CPU"), "num_gpus": others.pop("GPU", 0)}
+        task = ray.remote(**own, resources=others, max_retries=0)(_validate)
         self._task = task.remote(self._spec, newest.name, newest.step)
 
     def _take(self) -> None:

@@ -1,8 +1,5 @@
 """Decide, after an attempt has ended early, whether and when to start the next one.
 
-    recovery = Recovery(config.cluster, order)
-    pause_s = recovery.after(Ending(FAILURE, "rank 1: out of memory", step=41, trained=True))
-
 | ending | the run is given up |
 |---|---|
 | a step fails, a machine is lost | after `cluster.max_failures` of each within the window |
@@ -108,10 +105,9 @@ class Recovery:
         most = max(OUTAGES, self._cluster.max_failures) if patient else self._cluster.max_failures
         if len(times) + 1 > most:
             used = f"cluster.max_failures={most} are used up"
-            raise GiveUp(
-                f"{ending.reason}; {f'that is {most + 1} times' if patient else used} within "
-                f"cluster.failure_window_s={window_s:.0f}"
-            )
+            used = f"that is {most + 1} times" if patient else used
+            window = f"within cluster.failure_window_s={window_s:.0f}"
+            raise GiveUp(f"{ending.reason}; {used} {window}")
 
     def _count(self, ending: Ending, what: int | str, most: int) -> None:
         self._alike[what] += 1
@@ -119,7 +115,6 @@ class Recovery:
             raise GiveUp(self._loop(ending, most))
 
     def _loop(self, ending: Ending, times: int) -> str:
-        """Return the message of a run whose attempts end in the same way each time."""
         if ending.kind in (attempts.AGAIN, attempts.RESIZE):
             return (
                 f"{times} attempts have started again without a step in between: {ending.reason}. "
@@ -130,10 +125,8 @@ class Recovery:
         elif ending.step < self._order.num_steps:
             rows = [str(row) for row in self._order.rows(ending.step) if row >= 0]
             shown = ", ".join(rows[:SHOWN_ROWS]) + (" ..." if len(rows) > SHOWN_ROWS else "")
-            where = (
-                f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed {times} "
-                "times"
-            )
+            where = f"step {ending.step + 1}, on rows {shown} of the prepared data, has failed "
+            where += f"{times} times"
         else:
             where = f"what follows the last step has failed {times} times"
         return (

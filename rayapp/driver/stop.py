@@ -1,11 +1,4 @@
-"""Requests to stop a run: a file named STOP in its folder, a signal to its driver, a budget.
-
-stop = Stop(run)                          # before the lease is taken
-with held(run), stop.on_signal(console):
-    stop.forget_old()
-    budget = Budget(config.run, journal, stop)    # of run.max_usd and run.max_hours
-    job = watching(prepare, stop.check)   # raises StopAsked
-"""
+"""Requests to stop a run: a file named STOP in its folder, a signal to its driver, a budget."""
 
 from __future__ import annotations
 
@@ -162,10 +155,8 @@ def reached(
     max_usd: float | None, max_hours: float | None, wall_s: float, usd: float | None, who: str
 ) -> str | None:
     """Return which budget is reached by these seconds and USD; None: none is."""
-    for name, limit, spent, unit in (
-        ("max_usd", max_usd, usd, "USD"),
-        ("max_hours", max_hours, wall_s / 3600.0, "hours"),
-    ):
+    hours = ("max_hours", max_hours, wall_s / 3600.0, "hours")
+    for name, limit, spent, unit in (("max_usd", max_usd, usd, "USD"), hours):
         if limit is not None and spent is not None and spent >= limit:
             return f"{name}={limit:g} is reached: {who} taken {spent:.2f} {unit}"
     return None
@@ -180,12 +171,9 @@ class Budget:
         self.reason: str | None = None
         """Why the run was asked to stop; None while every budget lasts."""
         if run.max_usd is not None and journal.spent(clock.time())[1] is None:
-            raise ConfigError(
-                [
-                    f"run.max_usd={run.max_usd:g} is impossible: an earlier command of this run "
-                    "had no price. Set run.max_hours, or another run.name"
-                ]
-            )
+            why = "an earlier command of this run had no price"
+            fix = "Set run.max_hours, or another run.name"
+            raise ConfigError([f"run.max_usd={run.max_usd:g} is impossible: {why}. {fix}"])
 
     def check(self) -> None:
         """Ask the run to stop if a budget is reached."""
@@ -214,20 +202,15 @@ def budget_problems(
         return []
     if places is not None:
         known = machines(config, least, places())["usd_per_hour"] is not None
-        problem = (
-            f"run.max_usd={usd:g} is impossible: no nodes for {least} workers say which of "
-            "cluster.instance they are. Set the one that they are, or render the cluster from this "
-            "config"
-        )
+        why = f"no nodes for {least} workers say which of cluster.instance they are"
+        fix = "Set the one that they are, or render the cluster from this config"
     else:
         known = all(machines(one, 1)["usd_per_hour"] for one in each)
-        what = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
+        why = "the price of the machines is not known"
+        fix = "Set cluster.instance, and cluster.usd_per_hour for one without a list price"
         if len(each) > 1:
-            what = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
-        problem = (
-            f"run.max_usd={usd:g} is impossible: the price of the machines is not known. {what}"
-        )
-    return [] if known else [problem]
+            fix = "Set the price of each that has no list price, e.g. p4d.24xlarge:spot@9.5"
+    return [] if known else [f"run.max_usd={usd:g} is impossible: {why}. {fix}"]
 
 
 def watching(work: Callable[[], T], check: Callable[[], None], clock: Clock = CLOCK) -> T:

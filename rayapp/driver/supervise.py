@@ -1,9 +1,4 @@
-"""Train in attempts: watch each one, and start another if it ended early and that is of use.
-
-with held(run) as lease:
-    command = Command(lease.fence(run), lease, stop, Journal(run))
-    summary = fit(command, spec, RayWorkers(config), console, after_failure)
-"""
+"""Train in attempts: watch each one, and start another if it ended early and that is of use."""
 
 from __future__ import annotations
 
@@ -121,21 +116,12 @@ def fit(
 def as_it_stands(run: Storage) -> Summary:
     """Return the summary of a run that stops without workers: its newest usable checkpoint's."""
     step = steps_done(run)
-    return {
-        "status": STOPPED,
-        "steps": step,
-        "first_step": step,
-        "group_s": 0.0,
-        "stall_s": None,
-        "commit_s": None,
-        "seconds": {},
-    }
+    summary: Summary = {"status": STOPPED, "steps": step, "first_step": step, "seconds": {}}
+    return {**summary, "group_s": 0.0, "stall_s": None, "commit_s": None}
 
 
 @dataclass
 class _Supervisor:
-    """The attempts of one command."""
-
     command: Command
     spec: AnySpec
     workers: RayWorkers
@@ -217,10 +203,7 @@ class _Supervisor:
             self.clock.sleep(OUTAGE_POLL_S)
 
     def _prepare_next(self, ending: Ending, ended: Summary | Exception, workers: int) -> None:
-        """Record an ending, decide about another attempt, and wait until it may begin.
-
-        Raises: GiveUp, RunFailed, StopAsked.
-        """
+        """Record an ending, decide about another attempt, and wait until it may begin."""
         if ending.kind != NO_ROOM:
             self.patiently(lambda: self.journal.interrupted(ending, workers))
         if smaller := self.after_failure(self.spec, ended):

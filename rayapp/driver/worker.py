@@ -88,13 +88,7 @@ def work(spec: AnySpec) -> Summary:
 
 
 def _first(rows: Future[Any], timeout_s: float | None) -> Any:
-    """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end.
-
-    Without `timeout_s` it waits for ever.
-
-    Raises:
-        RuntimeError: they have not come in time.
-    """
+    """Wait up to `timeout_s` seconds for this rank's first step; return it, or None at the end."""
     try:
         return rows.result(timeout_s)
     except TimeoutError as error:
@@ -116,7 +110,6 @@ def preemption() -> str | None:
 
 
 def _free_workers(config: RunConfig) -> Callable[[], int] | None:
-    """Return a function that counts the workers that could join; None if the group is complete."""
     missing = config.cluster.max_workers - dist.get_world_size()
     if not missing:
         return None

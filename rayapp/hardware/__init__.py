@@ -100,10 +100,7 @@ def gpu_from_device_name(name: str) -> Gpu | None:
     True
     """
     wanted = " ".join(name.split()).casefold()
-    for gpu in GPUS.values():
-        if wanted == gpu.device_name.casefold():
-            return gpu
-    return None
+    return next((gpu for gpu in GPUS.values() if wanted == gpu.device_name.casefold()), None)
 
 
 def usd_of_checkpoints(
@@ -137,7 +134,6 @@ def _rows(file: str) -> Iterator[dict[str, str]]:
 
 
 def _number(text: str, unit: float = 1.0) -> float | None:
-    """Return a cell's figure times its unit; None if the cell is empty."""
     return float(text) * unit if text else None
 
 

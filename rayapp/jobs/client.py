@@ -80,11 +80,10 @@ def address_of(address: str | None = None) -> tuple[str, str]:
     """
     if address is not None:
         if "://" in address and not address.startswith(("http://", "https://")):
+            why = "rayapp calls it over HTTP"
+            fix = "Set http://HOST:8265, the address of the cluster's dashboard"
             raise ConfigError(
-                [
-                    f"address={address} is not an address of the Jobs API: rayapp calls it over "
-                    "HTTP. Set http://HOST:8265, the address of the cluster's dashboard"
-                ]
+                [f"address={address} is not an address of the Jobs API: {why}. {fix}"]
             )
         address = address if "://" in address else f"http://{address}"
         return address.rstrip("/"), "as asked"
@@ -122,12 +121,9 @@ def check_answers(address: str) -> None:
     try:
         socket.create_connection((place[1], int(place[2])), timeout=ANSWER_S).close()
     except OSError as error:
-        raise ConfigError(
-            [
-                f"cluster.address={address} is not reachable: {error.strerror or error}. Set the "
-                "address of a head node's GCS, e.g. 10.0.0.1:6379, or `local`"
-            ]
-        ) from None
+        fix = "Set the address of a head node's GCS, e.g. 10.0.0.1:6379, or `local`"
+        why = f"{error.strerror or error}. {fix}"
+        raise ConfigError([f"cluster.address={address} is not reachable: {why}"]) from None
 
 
 class JobsClient:
@@ -175,13 +171,9 @@ class JobsClient:
         jobs = self.jobs()
         for job in jobs:
             if order.is_run and job.run_url == order.run_url and not job.ended:
-                raise ConfigError(
-                    [
-                        f"run.name={order.name} is running: job {job.submission_id} at "
-                        f"{self.address} is at work on {order.run_url}. Stop it, or set another "
-                        "run.name"
-                    ]
-                )
+                why = f"job {job.submission_id} at {self.address} is at work on {order.run_url}"
+                fix = "Stop it, or set another run.name"
+                raise ConfigError([f"run.name={order.name} is running: {why}. {fix}"])
         taken, number = {job.submission_id for job in jobs}, 1
         while (submission_id := order.name + (f"-{number}" if number > 1 else "")) in taken:
             number += 1
@@ -242,9 +234,7 @@ class JobsClient:
                     shown, silent_since = shown + len(text), None
                     yield text
                 if self.info(submission_id).ended:
-                    rest = self.logs(submission_id)[shown:]
-                    if rest:
-                        yield rest
+                    yield from filter(None, [self.logs(submission_id)[shown:]])
                     return
                 silent_since = None
             except (RuntimeError, OSError) as error:  # includes aiohttp's, on a lost connection

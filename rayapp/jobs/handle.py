@@ -323,7 +323,6 @@ class Job:
         return self.status()
 
     def _again(self) -> Job:
-        """Return another handle of the run, for another thread."""
         return Job(self.run.url, self._remote.address, self._remote.known)
 
     def steps(self, every_s: float = POLL_S) -> results.LiveSteps:

@@ -76,13 +76,8 @@ def link_problems(folder: Path, excludes: list[str], gitignore: bool) -> list[st
 
     skipped = [packaging._get_excludes(root, excludes), leaves]
     packaging._dir_travel(root, skipped, lambda path: None, gitignore)
-    if not links:
-        return []
-    return [
-        f"working_dir={folder} is not safe to send: {_some(sorted(links))} lead out of the "
-        "folder, and their targets would be sent too. List them in .rayignore, or copy the files "
-        "that the run needs"
-    ]
+    why = "lead out of the folder, and their targets would be sent too"
+    return _unsafe(folder, links, why, "or copy the files that the run needs")
 
 
 def secret_problems(folder: Path, package: bytes) -> list[str]:
@@ -94,13 +89,8 @@ def secret_problems(folder: Path, package: bytes) -> list[str]:
             for info in files
             if PRIVATE.fullmatch(info.filename) or _holds_secret(archive, info)
         ]
-    if not names:
-        return []
-    return [
-        f"working_dir={folder} is not safe to send: {_some(sorted(names))} may hold secrets, and "
-        "everyone who can see the cluster can read the package. List them in .rayignore, and pass "
-        "what the run needs by secrets"
-    ]
+    why = "may hold secrets, and everyone who can see the cluster can read the package"
+    return _unsafe(folder, names, why, "and pass what the run needs by secrets")
 
 
 def _holds_secret(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
@@ -115,6 +105,10 @@ def _holds_secret(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     return any(not PLACEHOLDER.search(found[0]) for found in CREDENTIAL.finditer(data))
 
 
-def _some(names: list[str]) -> str:
+def _unsafe(folder: Path, names: list[str], why: str, fix: str) -> list[str]:
+    if not names:
+        return []
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    named = ", ".join(sorted(names)[:SHOWN]) + more
+    what = f"working_dir={folder} is not safe to send: {named} {why}"
+    return [f"{what}. List them in .rayignore, {fix}"]

@@ -14,8 +14,9 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from rayapp.config import ConfigError, Run, RunConfig
 from rayapp.config.code import code_in
@@ -31,6 +32,8 @@ from rayapp.storage import Storage, StorageError, open_storage
 ID = re.compile(r"\w[\w.:@+=~-]*")  # a submission id; it becomes part of a URL
 ADDRESS = re.compile(r"https?://[\w.:\[\]-]+")
 GRACE_S = 60.0  # a job with less time than this from SIGTERM to SIGKILL is not stopped by Ray
+
+T = TypeVar("T")
 
 logger = logging.getLogger("rayapp.jobs")
 
@@ -73,13 +76,10 @@ def send(
     """
     order = prepare(config, options)
     run = open_storage(order.run_url)
-    if check_live and _is_live(run):
-        raise ConfigError(
-            [
-                f"run.name={config.run.name} is running: a driver is at work on {run.url}. "
-                "Stop it, or set another run.name"
-            ]
-        )
+    with suppress(NoRun):
+        if check_live and read(run).live:
+            why = f"a driver is at work on {run.url}. Stop it, or set another run.name"
+            raise ConfigError([f"run.name={config.run.name} is running: {why}"])
     cluster = JobsClient.at(address)
     if order.package is not None:
         size = number_of_bytes(len(order.package))
@@ -89,13 +89,6 @@ def send(
     run.write(SUBMISSION, json.dumps(asdict(note), indent=1).encode())
     say(f"job {submission_id} at {cluster.address}: results in {order.run_url}")
     return order.run_url, cluster.address
-
-
-def _is_live(run: Storage) -> bool:
-    try:
-        return read(run).live
-    except NoRun:
-        return False
 
 
 def sent(run: Storage) -> Note | None:
@@ -126,29 +119,28 @@ def options_again(
         ConfigError: the run was sent with something that the user has to name.
     """
     note, named = sent(run), code_in(config.model_dump())
+    shipment = note.shipment if note else SubmitOptions()
+    why = f"anyone who can write to {run.url} could have set it"
+    codes = ",".join(name for _, name in named)
     problems = [
-        f"{field}={name} is not run again by itself: anyone who can write to {run.url} could have "
-        f"set it. If it is your code, give code={','.join(name for _, name in named)}"
+        f"{field}={name} is not run again by itself: {why}. If it is your code, give code={codes}"
         for field, name in named
         if name not in code
     ]
-    if note is None:
-        if "working_dir" not in given:
-            problems.append(
-                f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
-                "not record the folder. Give it, or none to run the code of the image"
-            )
-    else:
-        problems += [
-            f"{name}={_as_typed(getattr(note.shipment, name))} is not sent again by itself: anyone "
-            f"who can write to {run.url} could have set it. Give {name} again, or {name}=none to "
-            "leave it out"
-            for name in Again.__annotations__
-            if getattr(note.shipment, name) and name not in given
-        ]
+    if note is None and "working_dir" not in given:
+        problems.append(
+            f"working_dir is missing: {run.url} was sent by `ray job submit`, which does "
+            "not record the folder. Give it, or none to run the code of the image"
+        )
+    problems += [
+        f"{name}={_as_typed(getattr(shipment, name))} is not sent again by itself: {why}. Give "
+        f"{name} again, or {name}=none to leave it out"
+        for name in Again.__annotations__
+        if getattr(shipment, name) and name not in given
+    ]
     if problems:
         raise ConfigError(problems)
-    return replace(note.shipment if note else SubmitOptions(), **given)
+    return replace(shipment, **given)
 
 
 def _as_typed(value: Any) -> str:
@@ -221,14 +213,8 @@ class RemoteJob:
             ConfigError: the folder does not have it, and the run was not submitted.
             JobError: the cluster does not tell, and the folder has no log.
         """
-        if attempt is None and rank is None and self.ids():
-            try:
-                cluster, info = self.or_fail()
-                return cluster.logs(info.submission_id)
-            except JobError:
-                if not attempts.logged(self.run):
-                    raise
-        return attempts.read_log(self.run, attempt, rank)
+        told = self._ask(lambda at, job: at.logs(job)) if attempt is None and rank is None else None
+        return attempts.read_log(self.run, attempt, rank) if told is None else told
 
     def follow(self, ended: Callable[[], bool]) -> Iterator[str]:
         """Return an iterator of the driver's output until the run ends; see `logs`.
@@ -239,14 +225,18 @@ class RemoteJob:
             ConfigError: the run was not submitted, and has ended without a log.
             JobError: the cluster does not tell, and the folder has no log.
         """
-        if self.ids():
-            try:
-                cluster, info = self.or_fail()
-                return cluster.follow(info.submission_id)
-            except JobError:
-                if not attempts.logged(self.run):
-                    raise
-        return attempts.follow_log(self.run, ended)
+        told = self._ask(lambda at, job: at.follow(job))
+        return attempts.follow_log(self.run, ended) if told is None else told
+
+    def _ask(self, ask: Callable[[JobsClient, str], T]) -> T | None:
+        """Ask the cluster about the newest job; None if it does not tell, and the folder does."""
+        try:
+            cluster, info = self.or_fail()
+            return ask(cluster, info.submission_id)
+        except JobError:
+            if self.ids() and not attempts.logged(self.run):
+                raise
+        return None
 
     def ask_to_stop(self) -> bool:
         """Ask Ray to stop the job, so that the dashboard shows STOPPED; return whether it did ask.
@@ -303,10 +293,8 @@ class RemoteJob:
 
     def _elsewhere(self) -> str:
         """Return a sentence with the address that the run was sent to; empty if it is this one."""
-        note = sent(self.run)
-        if note is None or not ADDRESS.fullmatch(note.address):
-            return ""
-        if note.address == address_of(self.address)[0]:
+        note, own = sent(self.run), address_of(self.address)[0]
+        if note is None or not ADDRESS.fullmatch(note.address) or note.address == own:
             return ""
         return f" The run was sent to {note.address}: set that address if the cluster is yours"
 
@@ -342,8 +330,7 @@ def find_named(name: str, address: str | None) -> tuple[str, str]:
         raise ConfigError([f"run={name} is unknown: {where}. Set storage or address"]) from error
     named = [(url, info) for url, info in runs.items() if url.rpartition("/")[2] == name]
     if not named:
-        raise ConfigError(
-            [f"run={name} is unknown: no job of the cluster has that name. Set storage too"]
-        )
+        why = "no job of the cluster has that name. Set storage too"
+        raise ConfigError([f"run={name} is unknown: {why}"])
     url, newest = max(named, key=lambda run: run[1].started_s or 0.0)
     return url, newest.submission_id

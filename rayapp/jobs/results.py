@@ -91,12 +91,9 @@ class Result(dict[str, Any]):
         return open_storage(self.path)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{name}</td><td>{escaped(str(self[name]))}</td></tr>"
-            for name in SHOWN
-            if self.get(name) is not None
-        )
-        return f"<table>{rows}</table>"
+        known = [(name, str(self[name])) for name in SHOWN if self.get(name) is not None]
+        rows = (f"<tr><td>{name}</td><td>{escaped(value)}</td></tr>" for name, value in known)
+        return f"<table>{''.join(rows)}</table>"
 
 
 class LiveSteps:
@@ -163,10 +160,7 @@ def own_config_of(run: Storage) -> RunConfig:
     config = from_dict(parse_yaml(asked["config"])) if asked else config_of(run)
     names = open_storage(f"{config.run.storage}/{config.run.name}").url
     if names != run.url:
-        raise ConfigError(
-            [
-                f"{run.url}/{CONFIG} is of another folder: its run.storage and run.name name "
-                f"{names}. Resume that run, or submit the config with this run.storage and run.name"
-            ]
-        )
+        why = f"its run.storage and run.name name {names}"
+        fix = "Resume that run, or submit the config with this run.storage and run.name"
+        raise ConfigError([f"{run.url}/{CONFIG} is of another folder: {why}. {fix}"])
     return config

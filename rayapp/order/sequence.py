@@ -90,20 +90,15 @@ class Order:
     size. Empty: none follow."""
 
     def __post_init__(self) -> None:
-        for name, high in {
-            "num_rows": MAX_ROWS,
-            "rows_per_step": MAX_STEPS,
-            "micro_batch": MAX_STEPS,
-            "num_steps": MAX_STEPS,
-        }.items():
+        for name in ("num_rows", "rows_per_step", "micro_batch", "num_steps"):
             low = 0 if name == "num_steps" else 1  # a run of no steps only exports
+            high = MAX_ROWS if name == "num_rows" else MAX_STEPS
             if not low <= getattr(self, name) <= high:
                 raise ValueError(outside(name, getattr(self, name), low, high))
         for problem in self._problems():
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """Yield what does not fit together."""
         sizes, total = self.sizes or (self.num_rows,), self.total_rows
         if self.rows_per_step % self.micro_batch:
             yield (
@@ -137,7 +132,7 @@ class Order:
             )
         if total is not None:
             steps, rows = self.stages[-1] if self.stages else (0, 0)
-            most = steps + _ceil_div(total - rows, self.rows_per_step)
+            most = steps + -(-(total - rows) // self.rows_per_step)
             if total < 1:
                 yield outside("total_rows", total, 1, None)
             elif self.num_steps > most:
@@ -167,7 +162,7 @@ class Order:
         turns, rest = divmod(epochs, max(1, len(packings)))
         total_rows = turns * num_rows + sum(packings[:rest])
         steps, rows = stages[-1] if stages else (0, 0)
-        num_steps = steps + _ceil_div(total_rows - rows, max(rows_per_step, 1))
+        num_steps = steps + -(-(total_rows - rows) // max(rows_per_step, 1))
         sizes = (num_rows, rows_per_step, micro_batch, seed, num_steps, total_rows)
         return cls(*sizes, stages=stages, packings=packings)
 
@@ -224,7 +219,7 @@ class Order:
         """Return how many micro-batches each rank runs per step; it is the same for all ranks."""
         if world < 1:
             raise ValueError(outside("world", world, 1, None))
-        return _ceil_div(self.rows_per_step // self.micro_batch, world)
+        return -(-self.rows_per_step // self.micro_batch // world)
 
     def micro_batches(self, step: int, rank: int, world: int) -> Ints:
         """Return the row ids that one rank takes in a step, int64[m, b]; -1 where there is none.
@@ -260,6 +255,7 @@ class Order:
 
         It ignores the fingerprint: compare that first, and report the `differences()`.
         """
+        at = f"cursor epoch={cursor.epoch} row={cursor.row}"
         if cursor.seed != self.seed:
             raise ValueError(
                 f"seed={self.seed} is not that of the cursor: rows were consumed in the order of "
@@ -268,26 +264,24 @@ class Order:
             )
         if cursor.epoch < 0 or not 0 <= cursor.row < (MAX_ROWS if self.windows else self.num_rows):
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is out of range: an epoch has "
-                f"num_rows={self.num_rows}. Set the data back to what it was, or start a new run"
+                f"{at} is out of range: an epoch has num_rows={self.num_rows}. Set the data back "
+                "to what it was, or start a new run"
             )
         position = cursor.epoch * self.num_rows + cursor.row
         ended = [(steps, rows) for steps, rows in self.stages if rows <= position]
         steps, rows = ended[-1] if ended else (0, 0)
-        step = steps + _ceil_div(position - rows, self.rows_per_step)
+        step = steps + -(-(position - rows) // self.rows_per_step)
         if step > self.num_steps:
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is past the end: {position} rows "
-                f"were consumed, and num_steps={self.num_steps} at rows_per_step="
-                f"{self.rows_per_step} take {self._position_before(self.num_steps)}. "
-                f"Set num_steps={step} or more"
+                f"{at} is past the end: {position} rows were consumed, and num_steps="
+                f"{self.num_steps} at rows_per_step={self.rows_per_step} take "
+                f"{self._position_before(self.num_steps)}. Set num_steps={step} or more"
             )
         if position != self._position_before(step):
             raise ValueError(
-                f"cursor epoch={cursor.epoch} row={cursor.row} is not at a step boundary: "
-                f"{position} rows were consumed, not a multiple of rows_per_step="
-                f"{self.rows_per_step}. "
-                f"Set rows_per_step back to what it was, or start a new run"
+                f"{at} is not at a step boundary: {position} rows were consumed, not a multiple of "
+                f"rows_per_step={self.rows_per_step}. Set rows_per_step back to what it was, or "
+                "start a new run"
             )
         return step
 
@@ -356,7 +350,3 @@ class Order:
                 ids[slots] = first + self._epoch_rows(source, places, size, epoch)
             first += SOURCE_ROWS if self.windows else size
         return ids
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -39,10 +39,9 @@ def mixture(weights: Sequence[float], positions: Ints, seed: int) -> tuple[Ints,
     for k in np.unique(blocks).tolist():
         here = np.flatnonzero(blocks == k)
         of_block = _block_sources(shares, block, k, seed, np.arange(offsets[here].max() + 1))
+        edges = [math.floor(share * k * block) for share in shares]
         for source in np.unique(of_block[offsets[here]]).tolist():
-            before = math.floor(shares[source + 1] * k * block) - math.floor(
-                shares[source] * k * block
-            )
+            before = edges[source + 1] - edges[source]
             mine = of_block == source
             slots = here[mine[offsets[here]]]
             sources[slots] = source

@@ -4,17 +4,6 @@
     found.fits, found.peak_gib, found.hours, found.cost_usd        # each with a band
     cheapest(found.question, deadline_hours=24).question.instance.name
 
-question.py  look up a config's model shape, machines and prices
-shape.py     linear layers, parameters and LoRA adapters, from a config.json
-measured.py  what the caller's function counts for a model that shape.py has no formula for
-flops.py     FLOPs per token, of the model and of the hardware; MFU
-memory.py    peak bytes on a GPU, term by term
-step.py      seconds of a step; image_step.py: for classifiers; times.py: what both share
-answer.py    memory, time, cost, checkpoints, goodput
-advice.py    what would fit or be faster, other node counts, the cheapest machines
-trained.py   the config.json and vocabulary of the trained model; whether its weights are random
-plan_tables.py  tables in the terminal
-
 No torch, no network, well under a second.
 """
 
@@ -72,9 +61,8 @@ def plan(config: Config | VisionConfig, **more: Any) -> Answer:
             return answer(ask(config, **more))
         question = ask(config, **more)
         train, auto = config.train, config.parallel.strategy == "auto"
-        question = with_auto(
-            question, compiled=train.compile is None, strategy=auto, size=train.micro_batch is None
-        )
+        given = {"compiled": train.compile is None, "size": train.micro_batch is None}
+        question = with_auto(question, strategy=auto, **given)
         planned, lora = answer(question), config.model.lora
         shape = question.layout.shape
         if isinstance(shape, Shape) and shape.measured and shape.measured.kernel_packages:

@@ -1,9 +1,4 @@
-"""Find alternatives to a plan: settings that fit or are faster, node counts, cheapest machines.
-
-suggestions(question)                     # ranked: the fastest that fits first
-scaling(question)                         # tokens/s, hours and cost over node counts
-cheapest(question, deadline_hours=24)     # over all instances and node counts
-"""
+"""Find alternatives to a plan: settings that fit or are faster, node counts, cheapest machines."""
 
 from __future__ import annotations
 
@@ -134,7 +129,6 @@ def _micro_batches(now: int, *more: int) -> Changes:
 
 
 def _text_changes(question: Question, fits: bool) -> Changes:
-    """Yield (what to set, layout fields) for the settings of a language model."""
     layout = question.layout
     assert isinstance(layout, Layout)
     for mode in ("none", "selective", "full"):
@@ -153,7 +147,6 @@ def _text_changes(question: Question, fits: bool) -> Changes:
 
 
 def _image_changes(question: Question, fits: bool) -> Changes:
-    """Yield (what to set, layout fields) for the settings of an image classifier."""
     size = question.layout.micro_batch
     yield from _micro_batches(size, size // 4)
     yield "parallel.sync_batch_norm=false", {"synchronized": False}
@@ -254,14 +247,10 @@ def scaling(question: Question) -> list[Answer]:
     """Return the plan of the same step on other node counts of the same instance."""
     if question.instance is None or question.job is None:
         return []
-    counts = sorted({*NODE_COUNTS, question.nodes})
-    answers = []
-    for nodes in counts:
-        other = question.on(question.instance, nodes)
-        least = question.layout.micro_batch if isinstance(question.layout, ImageLayout) else 1
-        if other is not None and other.workers * least <= question.rows_per_step:
-            answers.append(answer(other))
-    return answers
+    least = question.layout.micro_batch if isinstance(question.layout, ImageLayout) else 1
+    most, counts = question.rows_per_step, sorted({*NODE_COUNTS, question.nodes})
+    others = (question.on(question.instance, nodes) for nodes in counts)
+    return [answer(each) for each in others if each and each.workers * least <= most]
 
 
 def cheapest(
@@ -309,21 +298,19 @@ def _candidates(question: Question) -> Iterator[tuple[float, float, Answer]]:
         if instance.gpu.flops.get(question.layout.precision) is None:
             continue
         for nodes in NODE_COUNTS:
-            best: tuple[float, float, Answer] | None = None
+            rows = list[tuple[float, float, Answer]]()
             for fields in settings:
                 other = question.on(instance, nodes, **fields)
                 if other is None or other.workers > question.rows_per_step // fields["micro_batch"]:
                     continue
                 then = answer(other)
                 if then.fits and then.cost_usd is not None and then.hours is not None:
-                    row = (then.cost_usd.value, then.hours.value, then)
-                    best = row if best is None or row[1] < best[1] else best
-            if best is not None:
-                yield best
+                    rows.append((then.cost_usd.value, then.hours.value, then))
+            if rows:
+                yield min(rows, key=lambda row: row[1])
 
 
 def _settings(layout: Layout | ImageLayout) -> Iterator[Fields]:
-    """Yield the layout fields that are tried on each machine."""
     if isinstance(layout, ImageLayout):  # batch-norm: its size changes training
         yield {"micro_batch": layout.micro_batch}
         return

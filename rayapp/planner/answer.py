@@ -1,7 +1,5 @@
 """Answer a planning question: does it fit, how long does it take, what does it cost, with bands.
 
-    answer(question).as_dict()                # what plan.json and `plan --json` hold
-
 A band is the relative error against published runs (docs/plan.md), not a guarantee.
 """
 
@@ -231,7 +229,6 @@ def answer(question: Question) -> Answer:
 
 
 def _memory(question: Question) -> Answer:
-    """Return the answer with peak memory, its band, and whether it fits."""
     peak = with_slack(question.layout.peak(), cuda=not question.layout.on_cpu)
     size = peak.total / GIB
     width = IMAGES_MEMORY_BAND if isinstance(question.layout, ImageLayout) else MEMORY_BAND
@@ -250,7 +247,6 @@ def _memory(question: Question) -> Answer:
 
 
 def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
-    """Add time, cost, checkpoints and goodput; hours and cost need a known number of steps."""
     question, reasons = plan.question, plan.reasons
     layout, gpu = question.layout, job.machine.gpu
     images = isinstance(layout, ImageLayout)
@@ -304,7 +300,6 @@ def _time_and_cost(plan: Answer, job: Workload[Any]) -> Answer:
 
 
 def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
-    """Return the hours of the whole run, start-up included; None if its steps are unknown."""
     question = plan.question
     if question.steps is None:
         what = "train.max_steps" if question.unit is TOKENS else "data.count (of images)"
@@ -318,7 +313,6 @@ def _hours(plan: Answer, rate: Band, goodput: float) -> Band | None:
 
 
 def _capacity_gib(question: Question) -> float | None:
-    """Return the GiB available to a worker; None if the machine is unknown."""
     instance = question.instance
     if instance is None:
         return question.capacity_gib

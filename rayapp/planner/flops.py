@@ -1,9 +1,5 @@
 """FLOPs per token: model FLOPs (for MFU), and those of recomputation.
 
-    forward = forward_flops(shape, context=mean_context([4096]))
-    model_flops(shape, context)                          # what MFU counts
-    recomputed_flops(shape, forward, "full")             # of activation checkpointing
-
 A multiply-add is 2 FLOPs. Attention is counted causally and within documents. Others count it
 without the causal mask (PaLM, appendix B, arXiv 2204.02311; torchtitan, llm-foundry): at the same
 speed their MFU is higher than ours, by 12 % for 8B at 8k tokens.
@@ -83,13 +79,8 @@ def forward_flops(
 
 def backward_flops(forward: Flops, *, frozen: bool) -> Flops:
     """Return the backward FLOPs: gradients of inputs, and of weights unless they are frozen."""
-    times = 1.0 if frozen else 2.0
-    return Flops(
-        times * forward.linears,
-        2.0 * forward.attention,
-        times * forward.head,
-        2.0 * forward.adapters,
-    )
+    times, attention, adapters = 1.0 if frozen else 2.0, forward.attention, forward.adapters
+    return Flops(times * forward.linears, 2 * attention, times * forward.head, 2 * adapters)
 
 
 def recomputed_flops(

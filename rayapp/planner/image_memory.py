@@ -1,7 +1,5 @@
 """Peak bytes on a GPU while an image classifier trains, term by term.
 
-    peak = ImageLayout(image_shape_of(config, 224), shards=1, micro_batch=64).peak()
-
 The peak is at the end of the forward pass, when everything that the backward pass needs is alive.
 """
 
@@ -44,11 +42,6 @@ class ImageLayout:
     accumulates: bool = False
     """A step has several micro-batches."""
     on_cpu: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Images in a micro-batch."""
-        return self.micro_batch
 
     @property
     def row(self) -> int:

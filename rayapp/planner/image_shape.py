@@ -1,8 +1,5 @@
 """Read an image classifier's config.json: its layers, parameters, multiply-adds, kept activations.
 
-    shape = image_shape_of({"model_type": "resnet"}, size=224)
-    shape.parameters, shape.macs, shape.kept
-
 ResNets and EfficientNets are laid out layer by layer as transformers builds them; any other family
 is refused, because a guess could be wrong without notice. What a layer keeps for its backward pass
 is counted from its operations, and tests compare it with what autograd keeps.
@@ -152,8 +149,6 @@ def image_shape_of(config: Mapping[str, Any], size: int, same: bool = False) -> 
 
 
 class _Stack:
-    """Collects the layers while a model is laid out, and tracks the current side length."""
-
     def __init__(self, size: int) -> None:
         self.side = size
         self.layers: list[Convolution] = []
@@ -183,7 +178,6 @@ class _Stack:
         return layer
 
     def move(self, forward: int, backward: int, kernels: int = 0) -> None:
-        """Count the elements that elementwise kernels read and write, and launches of kernels."""
         self.moved.forward += forward
         self.moved.backward += backward
         self.moved.kernels += kernels
@@ -299,9 +293,8 @@ def _mobile(
         padded += 2 * (kernel // 2) - 1 + extra
         stack.move(2 * inner * padded**2, 2 * inner * padded**2, kernels=1)
     kept.values += inner * padded**2
-    depthwise = stack.add(
-        inner, inner, kernel, stride, side_in=padded if stride == 2 else None, groups=inner
-    )
+    side_in = padded if stride == 2 else None
+    depthwise = stack.add(inner, inner, kernel, stride, side_in=side_in, groups=inner)
     kept.values += 2 * depthwise.written  # SiLU's input; its output, which the gate multiplies
     side, stack.side = stack.side, 1
     stack.add(inner, narrow, bias=True, norm=False)

@@ -10,26 +10,14 @@ step's last micro-batch.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
+from rayapp.planner import times
 from rayapp.planner.image_memory import ImageLayout
 from rayapp.planner.image_shape import Convolution
 from rayapp.planner.memory import FP32
-from rayapp.planner.times import (
-    CONTENTION,
-    HOP_S,
-    LAUNCH_S,
-    NODE_HOP_S,
-    SPREAD,
-    STEP_S,
-    TRAFFIC,
-    Machine,
-    StepTime,
-    Workload,
-    collective_s,
-    no_precision,
-)
 
 # The eight shares below are fitted to the 38 counted image runs of docs/plan.md (NVIDIA
 # DeepLearningExamples and timm, read 2026-11-22): one set for all, not checked on other runs.
@@ -59,40 +47,39 @@ BUCKET_BYTES = 25 * 2**20
 DECODE_S, DECODE_PIXEL_S = 4.0e-3, 3.0e-8
 
 
-def image_step_time(job: Workload[ImageLayout]) -> StepTime:
+def image_step_time(job: times.Workload[ImageLayout]) -> times.StepTime:
     """Return the seconds of a step, split by cause.
 
     Raises:
         ValueError: the GPU cannot compute in this precision.
     """
     layout, machine = job.layout, job.machine
-    gpu, count = machine.gpu, layout.micro_batch
+    gpu, images = machine.gpu, layout.micro_batch
     rate = _convolution_rate(gpu, layout.precision)
     bandwidth = ELEMENTWISE * gpu.memory_bytes_per_s
     passes = [_convolution_s(layer, layout, rate, gpu) for layer in layout.shape.layers]
-    convolutions = count * (3 * sum(passes) - passes[0])  # pixels need no gradient
+    convolutions = images * (3 * sum(passes) - passes[0])  # pixels need no gradient
     forward, backward = _moved_bytes(layout)
-    moved = count * (forward + backward) / bandwidth
+    moved = images * (forward + backward) / bandwidth
     waiting = max(0.0, _host_s(layout) - convolutions - moved)
-    backward_s = count * (2 * sum(passes) - passes[0] + backward / bandwidth) + waiting * 2 / 3
-    behind = SPREAD * math.sqrt(2 * math.log(machine.ranks))
-    times = job.micro_batches
-    return StepTime(
-        matrices_s=times * convolutions,
+    backward_s = images * (2 * sum(passes) - passes[0] + backward / bandwidth) + waiting * 2 / 3
+    behind = times.SPREAD * math.sqrt(2 * math.log(machine.ranks))
+    count = job.micro_batches
+    return times.StepTime(
+        matrices_s=count * convolutions,
         attention_s=0.0,
-        traffic_s=times * moved,
-        host_s=times * waiting,
-        exposed_s=_exposed_s(layout, machine, times, backward_s),
-        stragglers_s=times * behind * (convolutions + moved),
-        optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
+        traffic_s=count * moved,
+        host_s=count * waiting,
+        exposed_s=_exposed_s(layout, machine, count, backward_s),
+        stragglers_s=count * behind * (convolutions + moved),
+        optimizer_s=_optimizer_s(layout, gpu) + times.STEP_S,
     )
 
 
 def _convolution_rate(gpu: Gpu, precision: str) -> float:
-    """Return the FLOP/s that convolutions reach; raise ValueError if there are none."""
     peak = gpu.flops.get(precision)
     if peak is None:
-        raise no_precision(gpu, precision)
+        raise times.no_precision(gpu, precision)
     if precision == "fp32" and gpu.flops["tf32"] is not None:  # torch.backends.cudnn.allow_tf32
         return CONVOLUTIONS["tf32"] * gpu.flops["tf32"]
     return CONVOLUTIONS[precision] * peak
@@ -131,10 +118,10 @@ def _host_s(layout: ImageLayout) -> float:
     # the others' number; estimate.
     norms = len(layout.shape.normed) * (NORM_KERNELS + (20 if layout.synchronized else 0))
     share = 0.5 if layout.compiled else 1.0
-    return LAUNCH_S * (3 * share * layout.shape.moved.kernels + norms)
+    return times.LAUNCH_S * (3 * share * layout.shape.moved.kernels + norms)
 
 
-def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: float) -> float:
+def _exposed_s(layout: ImageLayout, machine: times.Machine, count: int, backward_s: float) -> float:
     """Return the seconds per step of communication that compute does not hide.
 
     Hidden communication slows compute down: CONTENTION of its seconds count as exposed too.
@@ -144,28 +131,27 @@ def _exposed_s(layout: ImageLayout, machine: Machine, times: int, backward_s: fl
         return 0.0
     exposed = 0.0
     if layout.synchronized:  # all-gather and all-reduce of each layer's statistics: latency
-        latency = (ranks - machine.nodes) * HOP_S + (machine.nodes - 1) * NODE_HOP_S
-        exposed += times * 2 * len(layout.shape.normed) * 2 * latency
+        latency = (ranks - machine.nodes) * times.HOP_S + (machine.nodes - 1) * times.NODE_HOP_S
+        exposed += count * 2 * len(layout.shape.normed) * 2 * latency
     size = float(FP32 * layout.trainable)
     if layout.strategy == "ddp":
-        whole = 2 * collective_s(machine, ranks, size)
-        last = 2 * collective_s(machine, ranks, min(size, BUCKET_BYTES))
+        whole = 2 * times.collective_s(machine, ranks, size)
+        last = 2 * times.collective_s(machine, ranks, min(size, BUCKET_BYTES))
     else:  # per micro-batch: two all-gathers of weights, one reduce-scatter of gradients
-        whole = times * 3 * collective_s(machine, layout.shards, size)
+        whole = count * 3 * times.collective_s(machine, layout.shards, size)
         if layout.shards < ranks:
-            across = Machine(machine.gpu, 1, machine.nodes, machine.network_bits_per_s, machine.efa)
-            whole += 2 * collective_s(across, machine.nodes, size)
-        last = collective_s(machine, layout.shards, min(size, BUCKET_BYTES))
-        backward_s = times * 1.5 * backward_s
+            across = replace(machine, gpus=1)
+            whole += 2 * times.collective_s(across, machine.nodes, size)
+        last = times.collective_s(machine, layout.shards, min(size, BUCKET_BYTES))
+        backward_s = count * 1.5 * backward_s
     hidden = min(max(0.0, whole - last), backward_s)
-    return exposed + whole - hidden + CONTENTION * hidden
+    return exposed + whole - hidden + times.CONTENTION * hidden
 
 
 def _optimizer_s(layout: ImageLayout, gpu: Gpu) -> float:
-    """Return the seconds of the optimizer step and the update of the moving average."""
     each = OPTIMIZERS[layout.optimizer].moved_bytes + (3 * FP32 if layout.averaged else 0)
     moved = each * layout.trainable / layout.shards
-    return moved / (TRAFFIC * gpu.memory_bytes_per_s)
+    return moved / (times.TRAFFIC * gpu.memory_bytes_per_s)
 
 
 def feeding_problem(size: int, cpus: int, per_s: float) -> str | None:

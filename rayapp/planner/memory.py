@@ -1,8 +1,5 @@
 """Peak bytes on a GPU during a step, term by term.
 
-    peak = Layout(shape, shards=8, micro_batch=2, seq_len=8192, checkpointing="full").peak()
-    peak.terms["activations"], peak.total, peak.phase
-
 Memory is computed at eight moments of a step, and the largest is the peak: the start (the root and
 the first block are copied out of what was gathered), the forward of the last block but one (three
 blocks are gathered) and of the last, the loss (all activations are kept and logits exist), the
@@ -252,9 +249,10 @@ def _moment_bytes(layout: Layout, *, saved: bool = False) -> float:
             tables = shape.embedding_parameters if layout.lora_rank is None else 0
             updated = trainable - tables + layout.frozen.tables
         case "hidden matrices":
-            updated = -layout.frozen.matrices + shape.total(
-                lambda linear: linear.inputs * linear.outputs * linear.copies, shape.linears
+            every = shape.total(
+                lambda each: each.inputs * each.outputs * each.copies, shape.linears
             )
+            updated = every - layout.frozen.matrices
         case _:
             assert_never(chosen.updates)
     each = chosen.saved_bytes if saved and chosen.saved_bytes else chosen.moment_bytes
@@ -333,7 +331,9 @@ def _moments(layout: Layout) -> list[Peak]:
     # Of a block's backward: recomputed activations, gradients of activations.
     block = _in_flight_bytes(layout)
     if layout.checkpointing != "none" or layout.activation_offload:
-        block += (_largest_block_bytes(layout) + _adapter_bytes(layout)) * tokens
+        measured = None if layout.compiled else shape.measured
+        largest = measured.largest_kept if measured else block_bytes(layout)
+        block += (largest + _adapter_bytes(layout)) * tokens
     moments = {  # gradients, activations, logits, gathers
         "start": (before, hidden, 0.0, gathers.start),
         "forward": (before, kept + forward - kept_bytes(layout) * tokens, 0.0, gathers.forward),
@@ -345,16 +345,8 @@ def _moments(layout: Layout) -> list[Peak]:
         "optimizer": (gradients, 0.0, 0.0, 0.0),
     }
     names = ("gradients", "activations", "logits", "gathers")
-    return [
-        Peak(name, {**state, **dict(zip(names, terms, strict=True))})
-        for name, terms in moments.items()
-    ]
-
-
-def _largest_block_bytes(layout: Layout) -> float:
-    """Return what the block that keeps the most keeps of a token, without checkpointing."""
-    measured = layout.shape.measured
-    return block_bytes(layout) if measured is None or layout.compiled else measured.largest_kept
+    named = {moment: dict(zip(names, terms, strict=True)) for moment, terms in moments.items()}
+    return [Peak(moment, {**state, **terms}) for moment, terms in named.items()]
 
 
 def _forward_bytes(layout: Layout) -> float:

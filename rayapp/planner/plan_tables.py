@@ -93,11 +93,8 @@ def _say(console: Console, text: str) -> None:
 
 def _headline(console: Console, plan: Answer) -> None:
     layout, question = plan.question.layout, plan.question
-    verdict = {
-        True: "[green]fits[/green]",
-        False: "[red]does not fit[/red]",
-        None: "[yellow]may or may not fit[/yellow]",
-    }[plan.fits]
+    verdict = "[green]fits[/green]" if plan.fits else "[red]does not fit[/red]"
+    verdict = "[yellow]may or may not fit[/yellow]" if plan.fits is None else verdict
     trains = ""
     if isinstance(layout, ImageLayout):
         shape = layout.shape
@@ -116,11 +113,8 @@ def _headline(console: Console, plan: Answer) -> None:
         elif layout.shape.beside:
             trains += f", {layout.trainable:,} trained (the text decoder)"
     _say(console, f"[bold]{question.name}[/bold]  {verdict} on {machines(plan)}")
-    _say(
-        console,
-        f"model     {layout.shape.parameters:,} parameters{trains}; {layout.strategy}, "
-        f"{layout.precision}, {layout.optimizer}, {rest}",
-    )
+    how = f"{layout.strategy}, {layout.precision}, {layout.optimizer}, {rest}"
+    _say(console, f"model     {layout.shape.parameters:,} parameters{trains}; {how}")
     size = layout.micro_batch
     dealt = f"{question.rows_per_step // size} micro-batches of {size} / {question.workers} workers"
     _say(console, f"step      {step}; {dealt}")
@@ -167,35 +161,25 @@ def _time(console: Console, plan: Answer) -> None:
     _say(console, f"[bold]run[/bold]       {_figures(plan)}")
     saving = plan.saving
     if saving is not None and plan.goodput is not None:
-        _say(
-            console,
-            f"saving    {saving.size_gib:.1f} GiB a checkpoint, {saving.stall_s:.2g} s stalled, "
-            f"{saving.upload_s:.0f} s to upload; one every {saving.every_s / 60:.0f} min costs "
-            f"least; goodput {plan.goodput:.1%}",
-        )
+        times = f"{saving.stall_s:.2g} s stalled, {saving.upload_s:.0f} s to upload"
+        best = f"one every {saving.every_s / 60:.0f} min costs least; goodput {plan.goodput:.1%}"
+        _say(console, f"saving    {saving.size_gib:.1f} GiB a checkpoint, {times}; {best}")
         run = "" if saving.usd is None else f"${saving.usd:,.2f} for the run, "
-        _say(
-            console,
-            f"storing   checkpoints in S3 cost {run}then ${saving.usd_per_month:,.2f} a month for "
-            f"the {plan.question.keep} that are kept",
-        )
+        month = f"${saving.usd_per_month:,.2f} a month for the {plan.question.keep} that are kept"
+        _say(console, f"storing   checkpoints in S3 cost {run}then {month}")
 
 
 def _figures(plan: Answer) -> str:
-    return (
-        f"{hours(plan.hours)}, ${band(plan.cost_usd, ',.0f')}, "
-        f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
-    )
+    each = f"${band(plan.usd_per_1m, ',.3g')} per 1M {plan.question.unit.many}"
+    return f"{hours(plan.hours)}, ${band(plan.cost_usd, ',.0f')}, {each}"
 
 
 def _settings(plan: Answer) -> str:
     layout = plan.question.layout
+    size = f"train.micro_batch={layout.micro_batch}"
     if isinstance(layout, ImageLayout):
-        return f"train.micro_batch={layout.micro_batch}"
-    return (
-        f"train.micro_batch={layout.micro_batch} "
-        f"parallel.activation_checkpointing={layout.checkpointing}"
-    )
+        return size
+    return f"{size} parallel.activation_checkpointing={layout.checkpointing}"
 
 
 def _figure(value: Band | float | None, form: str) -> str:

@@ -1,8 +1,5 @@
 """Turn a config into a question for the planner: look up the model's shape and the machines.
 
-    question = ask(config, region="us-west-2")
-    question.job.layout, question.job.machine, question.usd_per_hour
-
 Only local files are read, never the network.
 """
 
@@ -149,7 +146,9 @@ def ask(
     """
     problems: list[str] = []
     instance = named_instance(config, problems)
-    workers, nodes = workers_of(config, instance, most=config.parallel.strategy == "ddp")
+    cluster, most = config.cluster, config.parallel.strategy == "ddp"
+    workers = cluster.max_workers if most else cluster.min_workers
+    nodes = nodes_of(instance, workers)
     shards = replica_shards(config, workers, nodes, problems)
     precision = _precision(config, instance)
     layout: Layout | ImageLayout | None
@@ -182,7 +181,6 @@ def ask(
 
 
 def _steps_of(config: Config | VisionConfig, rows: int | None) -> int | None:
-    """Return train.max_steps, else the steps of all epochs; None if the rows are not known."""
     train = config.train
     if train.max_steps is not None or rows is None:
         return train.max_steps
@@ -196,10 +194,10 @@ def replica_shards(
     replicas = config.parallel.replicas or nodes
     strategy = config.parallel.strategy
     if strategy == "hybrid_shard" and workers % replicas:
+        those = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
         problems.append(
             f"parallel.replicas={replicas} does not divide {workers} workers: every replica must "
-            f"have the same number. Set one of "
-            f"{', '.join(str(n) for n in range(1, workers + 1) if workers % n == 0)}"
+            f"have the same number. Set one of {those}"
         )
     return shards_of(strategy, workers, workers // replicas)
 
@@ -266,7 +264,6 @@ def _language_layout(
 
 
 def _precision(config: Config | VisionConfig, instance: Instance | None) -> Precision:
-    """Return train.precision; for auto what the GPU has. Images take fp32 on CPUs."""
     if config.train.precision != "auto":
         return config.train.precision
     gpu = None if instance is None else instance.gpu
@@ -300,12 +297,6 @@ def named_instance(config: RunConfig, problems: list[str] | None = None) -> Inst
 def nodes_of(instance: Instance | None, workers: int) -> int:
     """Return how many nodes the workers need: one worker per GPU, or one node without GPUs."""
     return 1 if instance is None or not instance.gpus else -(-workers // instance.gpus)
-
-
-def workers_of(config: RunConfig, instance: Instance | None, most: bool = False) -> tuple[int, int]:
-    """Return (workers, nodes) for the fewest workers that the config allows, or for the most."""
-    workers = config.cluster.max_workers if most else config.cluster.min_workers
-    return workers, nodes_of(instance, workers)
 
 
 def price_of(

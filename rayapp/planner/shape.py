@@ -1,8 +1,5 @@
 """Read a config.json: the linear layers of a block, parameter counts, LoRA's adapters.
 
-    shape = shape_of(json.load(open("config.json")))
-    shape.parameters, lora_parameters(shape, rank=16)
-
 Formulas are for the model types llama, mistral, mixtral, qwen2, qwen3 and gpt_neox of transformers
 5. Any other model is read by a function that the caller gives (`ReadModel`), because a guess at its
 shape could be wrong without notice: this package imports no torch.
@@ -13,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rayapp.planner.measured import Measured
@@ -251,14 +249,11 @@ def _dense(
         Linear("k_proj", hidden, kv_heads * head_dim, qkv),
         Linear("v_proj", hidden, kv_heads * head_dim, qkv),
         Linear("o_proj", heads * head_dim, hidden, out),
-        *(
-            mlp
-            or (
-                Linear("gate_proj", hidden, inner, wide),
-                Linear("up_proj", hidden, inner, wide),
-                Linear("down_proj", inner, hidden, wide),
-            )
-        ),
+    )
+    gated = (
+        Linear("gate_proj", hidden, inner, wide),
+        Linear("up_proj", hidden, inner, wide),
+        Linear("down_proj", inner, hidden, wide),
     )
     values: dict[str, Any] = {
         "model_type": config["model_type"],
@@ -270,7 +265,7 @@ def _dense(
         "intermediate": inner,
         "vocabulary": config["vocab_size"],
         "tied": bool(config.get("tie_word_embeddings", False)),
-        "linears": linears,
+        "linears": linears + (mlp or gated),
         "gated": True,
         "fp32_norms": True,
         "rotary": 1.0,
@@ -283,10 +278,6 @@ def _dense(
 def _llama(config: Mapping[str, Any]) -> Shape:
     bias = bool(config.get("attention_bias", False))
     return _dense(config, biases=(bias, bias, bool(config.get("mlp_bias", False))))
-
-
-def _qwen2(config: Mapping[str, Any]) -> Shape:
-    return _dense(config, biases=(True, False, False))
 
 
 def _qwen3(config: Mapping[str, Any]) -> Shape:
@@ -330,7 +321,7 @@ def _gpt_neox(config: Mapping[str, Any]) -> Shape:
 _FAMILIES: dict[str, Callable[[Mapping[str, Any]], Shape]] = {
     "llama": _llama,
     "mistral": _dense,
-    "qwen2": _qwen2,
+    "qwen2": partial(_dense, biases=(True, False, False)),
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "gpt_neox": _gpt_neox,

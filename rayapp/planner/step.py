@@ -1,8 +1,5 @@
 """Seconds of a step: matrix products, attention, memory traffic, and exposed communication.
 
-    time = step_time(Workload(layout, machine, micro_batches=4))
-    time.total_s, time.exposed_s
-
 The model follows the hardware and uses one set of constants (below and in times.py) for all
 systems. The forward and the backward pass of the blocks each take the sum of three times: matrix
 products (at MATRICES times the rate measured for large products), attention, and the memory traffic
@@ -18,22 +15,10 @@ from dataclasses import dataclass, replace
 
 from rayapp.config.optimizers import OPTIMIZERS
 from rayapp.hardware import Gpu
+from rayapp.planner import times
 from rayapp.planner.flops import Flops, backward_flops, forward_flops, recomputed_flops
 from rayapp.planner.memory import FP32, Layout, kept_bytes
 from rayapp.planner.shape import kept_linears
-from rayapp.planner.times import (
-    CONTENTION,
-    LAUNCH_S,
-    PINNED,
-    SPREAD,
-    STEP_S,
-    TRAFFIC,
-    Machine,
-    StepTime,
-    Workload,
-    collective_s,
-    no_precision,
-)
 
 # Fraction of a GPU's measured FLOP/s of large products (hardware.measured_flops) that a step's
 # products reach. Fitted by a grid of MATRICES and the two attention fractions over the 56 published
@@ -66,12 +51,12 @@ def matmul_rate(gpu: Gpu, precision: str) -> float:
     """
     peak = gpu.flops.get(precision)  # fp32: PyTorch multiplies without tensor cores by default
     if peak is None:
-        raise no_precision(gpu, precision)
+        raise times.no_precision(gpu, precision)
     measured = gpu.measured_flops.get(precision, UNMEASURED * peak)
     return MATRICES * measured
 
 
-def step_time(job: Workload[Layout]) -> StepTime:
+def step_time(job: times.Workload[Layout]) -> times.StepTime:
     """Return the seconds of a step, split by cause.
 
     Raises:
@@ -84,19 +69,19 @@ def step_time(job: Workload[Layout]) -> StepTime:
     backward_s = max(compute.total_s - compute.forward_s, host * (passes - 1) / passes)
     waiting = forward_s + backward_s - compute.total_s
     exposed = _exposed_s(job, forward_s, backward_s)
-    loss = layout.tokens * loss_traffic_bytes(layout) / (TRAFFIC * gpu.memory_bytes_per_s)
+    loss = layout.tokens * loss_traffic_bytes(layout) / (times.TRAFFIC * gpu.memory_bytes_per_s)
     moved = compute.elementwise_s + loss + _copies_s(job)
     # The slowest of n normal draws is about sqrt(2 ln n) standard deviations behind the mean.
-    behind = SPREAD * math.sqrt(2 * math.log(job.machine.ranks))
+    behind = times.SPREAD * math.sqrt(2 * math.log(job.machine.ranks))
     count = job.micro_batches
-    return StepTime(
+    return times.StepTime(
         matrices_s=count * compute.matrices_s,
         attention_s=count * compute.attention_s,
         traffic_s=count * moved,
         host_s=count * waiting,
         exposed_s=count * (exposed + _transfers_s(job)),
         stragglers_s=count * behind * (compute.matrices_s + compute.attention_s + moved),
-        optimizer_s=_optimizer_s(layout, gpu) + STEP_S,
+        optimizer_s=_optimizer_s(layout, gpu) + times.STEP_S,
     )
 
 
@@ -115,12 +100,11 @@ class _Compute:
         return self.matrices_s + self.attention_s + self.elementwise_s
 
 
-def _compute(job: Workload[Layout]) -> _Compute:
+def _compute(job: times.Workload[Layout]) -> _Compute:
     layout, shape, gpu = job.layout, job.layout.shape, job.machine.gpu
     tokens = layout.tokens
-    forward = forward_flops(
-        shape, layout.context, layout.lora_rank, layout.lora_targets, layout.lora_experts
-    )
+    adapters = layout.lora_rank, layout.lora_targets, layout.lora_experts
+    forward = forward_flops(shape, layout.context, *adapters)
     backward = backward_flops(forward, frozen=layout.lora_rank is not None)
     recomputed = recomputed_flops(shape, forward, layout.checkpointing, _kept_share(layout))
     rate = matmul_rate(gpu, layout.precision)
@@ -137,7 +121,7 @@ def _compute(job: Workload[Layout]) -> _Compute:
     # The backward recomputes the scores: it costs 2.5 forwards, of which backward_flops counts 2.
     flash_back = 1.25 * tokens * backward.attention / (ATTENTION_BACKWARD * plain)
     once = shape.layers * tokens * block_traffic_bytes(layout)
-    once /= TRAFFIC * gpu.memory_bytes_per_s
+    once /= times.TRAFFIC * gpu.memory_bytes_per_s
     passes, forwards = _passes(layout), 2 if layout.reference else 1
     return _Compute(
         matrices_s=matrices(forward + backward + recomputed) + (forwards - 1) * matrices(forward),
@@ -147,26 +131,25 @@ def _compute(job: Workload[Layout]) -> _Compute:
     )
 
 
-def _host_s(job: Workload[Layout]) -> float:
-    """Return the seconds of kernel launches and FSDP's hooks on the host, per micro-batch."""
+def _host_s(job: times.Workload[Layout]) -> float:
     layout = job.layout
-    kernels_s = LAUNCH_S * _kernels(layout) * _passes(layout)
+    kernels_s = times.LAUNCH_S * _kernels(layout) * _passes(layout)
     return layout.shape.layers * (kernels_s + 2 * HOOKS_S)
 
 
-def _copies_s(job: Workload[Layout]) -> float:
+def _copies_s(job: times.Workload[Layout]) -> float:
     """Return the seconds of FSDP's copies, on one GPU too, per micro-batch."""
     layout = job.layout
     gathers = 2 if layout.frees else 1
     held = layout.trainable if layout.plain_base else layout.shape.text_parameters
     gathered = 2 * layout.element * held * gathers
     reduced = (layout.element + FP32) * layout.trainable
-    return (gathered + reduced) / (TRAFFIC * job.machine.gpu.memory_bytes_per_s)
+    return (gathered + reduced) / (times.TRAFFIC * job.machine.gpu.memory_bytes_per_s)
 
 
-def _transfers_s(job: Workload[Layout]) -> float:
+def _transfers_s(job: times.Workload[Layout]) -> float:
     """Return the seconds of host-GPU copies for offloading per micro-batch; compute hides none."""
-    layout, rate = job.layout, PINNED * job.machine.gpu.pcie_bytes_per_s
+    layout, rate = job.layout, times.PINNED * job.machine.gpu.pcie_bytes_per_s
     moved = 0.0
     if layout.activation_offload:
         kept = kept_bytes(replace(layout, activation_offload=False))
@@ -198,9 +181,7 @@ def block_traffic_bytes(layout: Layout) -> float:
     routed = 16 * hidden * shape.active_experts if shape.experts > 1 else 0
     adapters = 0.0
     if layout.lora_rank is not None:  # peft adds a scaled result to the output of each linear
-        adapters = 8.0 * sum(
-            linear.outputs + linear.inputs for linear in shape.linears if linear.module
-        )
+        adapters = 8.0 * sum(each.outputs + each.inputs for each in shape.linears if each.module)
     return half * (moved + routed) + adapters
 
 
@@ -237,15 +218,14 @@ def _kernels(layout: Layout) -> int:
 
 
 def _optimizer_s(layout: Layout, gpu: Gpu) -> float:
-    """Return the seconds of gradient clipping and a fused step, bound by memory traffic."""
     bytes_each = CLIP_BYTES + OPTIMIZERS[layout.optimizer].moved_bytes
     shard = layout.trainable / layout.shards
     if layout.cpu_offload:
         return shard * bytes_each / HOST_BYTES_PER_S
-    return shard * bytes_each / (TRAFFIC * gpu.memory_bytes_per_s)
+    return shard * bytes_each / (times.TRAFFIC * gpu.memory_bytes_per_s)
 
 
-def _exposed_s(job: Workload[Layout], forward_s: float, backward_s: float) -> float:
+def _exposed_s(job: times.Workload[Layout], forward_s: float, backward_s: float) -> float:
     """Return the seconds per micro-batch of communication that compute does not hide.
 
     Hidden communication slows compute down: CONTENTION of its seconds count as exposed too.
@@ -254,20 +234,20 @@ def _exposed_s(job: Workload[Layout], forward_s: float, backward_s: float) -> fl
     shards, replicas = layout.shards, machine.ranks // layout.shards
     frozen = layout.lora_rank is not None
     reduced = layout.trainable / shape.layers if frozen else shape.block_parameters
-    gather = collective_s(machine, shards, layout.element * shape.block_parameters)
-    scatter = collective_s(machine, shards, FP32 * reduced)
+    gather = times.collective_s(machine, shards, layout.element * shape.block_parameters)
+    scatter = times.collective_s(machine, shards, FP32 * reduced)
     if replicas > 1:  # plus an all-reduce of the shards between replicas, which are on other nodes
-        across = Machine(machine.gpu, 1, replicas, machine.network_bits_per_s, machine.efa)
+        across = replace(machine, gpus=1, nodes=replicas)
         together = min(shards, machine.gpus)  # ranks of a node that share its network
         sent = FP32 * reduced / shards * together
-        scatter += 2 * collective_s(across, replicas, sent)
-    root = collective_s(machine, shards, layout.element * shape.root_parameters)
+        scatter += 2 * times.collective_s(across, replicas, sent)
+    root = times.collective_s(machine, shards, layout.element * shape.root_parameters)
     if not frozen:
-        root += collective_s(machine, shards, FP32 * shape.root_parameters)
+        root += times.collective_s(machine, shards, FP32 * shape.root_parameters)
     each_forward = forward_s / shape.layers
     each_backward = backward_s / shape.layers
     behind = gather + scatter if layout.frees else scatter
     exposed = shape.layers * (max(0.0, gather - each_forward) + max(0.0, behind - each_backward))
     hidden = shape.layers * (min(gather, each_forward) + min(behind, each_backward))
     first_and_last = gather + scatter
-    return exposed + first_and_last + root + CONTENTION * hidden
+    return exposed + first_and_last + root + times.CONTENTION * hidden

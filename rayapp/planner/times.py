@@ -1,7 +1,4 @@
-"""What the step-time models of text and images share: machines, efficiencies, collectives.
-
-collective_s(machine_of(instance("p4d.24xlarge"), 3), ranks=24, sent=1e9)
-"""
+"""What the step-time models of text and images share: machines, efficiencies, collectives."""
 
 from __future__ import annotations
 
@@ -59,10 +56,8 @@ class Machine:
 def machine_of(instance: Instance, nodes: int, gpus: int | None = None) -> Machine:
     """Return `nodes` instances of one type as a machine; `gpus` are used of each (None: all)."""
     assert instance.gpu is not None, instance.name
-    used = instance.gpus if gpus is None else gpus
-    return Machine(
-        instance.gpu, used, nodes, instance.network_bits_per_s, instance.efa_interfaces > 0
-    )
+    used, efa = instance.gpus if gpus is None else gpus, instance.efa_interfaces > 0
+    return Machine(instance.gpu, used, nodes, instance.network_bits_per_s, efa)
 
 
 @dataclass(frozen=True)

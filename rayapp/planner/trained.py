@@ -1,8 +1,5 @@
 """Find the vocabulary of the model that a run trains, and whether it starts from random weights.
 
-    vocabulary_of(config, own=128_256, preset=True)      # before a tokenizer is loaded or trained
-    vocabulary_of(config, own=128_256, preset=True, tokens=len(tokenizer))
-
 The plan, the checks before a run, and the run itself all use these functions.
 """
 

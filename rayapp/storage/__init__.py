@@ -94,9 +94,8 @@ def read_json(folder: Readable, name: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{name} in {folder.url} is not valid JSON: {error}. Copy it anew"
-        ) from error
+        why = f"is not valid JSON: {error}. Copy it anew"
+        raise ValueError(f"{name} in {folder.url} {why}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{name} in {folder.url} is not a JSON object. Copy it anew")
     return values

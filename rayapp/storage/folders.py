@@ -1,8 +1,5 @@
 """Open and walk folders of a disk; links below the first folder are never followed.
 
-    with opened("/runs", ".prepared/tokens") as folder:  # a descriptor; None if it is not there
-        for name, info in below(folder): ...
-
 Each folder is opened from the open one above it: one that is replaced by a link meanwhile leads
 nowhere either.
 """

@@ -13,23 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, BinaryIO
 
-from rayapp.storage.base import (
-    HIDDEN,
-    Entries,
-    Entry,
-    Names,
-    Storage,
-    StorageError,
-    changed,
-    check_range,
-    cut,
-    explained,
-    valid,
-)
+from rayapp.storage import base
 from rayapp.storage.folders import below, opened
 
 
-class LocalStorage(Storage):
+class LocalStorage(base.Storage):
     """A folder of a file system that supports rename, hard links and flock.
 
     It may be a link, but links below it are neither listed nor followed to what is deleted: other
@@ -45,18 +33,18 @@ class LocalStorage(Storage):
     def read(
         self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
     ) -> bytes:
-        check_range(offset, length)
+        base.check_range(offset, length)
         path, absent = self._url(name), (FileNotFoundError, IsADirectoryError, NotADirectoryError)
         try:
-            with explained("read", path, *absent), open(path, "rb", opener=_open_now) as file:
+            with base.explained("read", path, *absent), open(path, "rb", opener=_open_now) as file:
                 info = os.fstat(file.fileno())
                 if not stat.S_ISREG(info.st_mode):
                     why = "it is a pipe or a device, not a file"
-                    raise StorageError("read", path, why, "Remove it")
+                    raise base.StorageError("read", path, why, "Remove it")
                 if etag not in (None, _entry(name, info).etag):
-                    raise changed(path)
+                    raise base.changed(path)
                 file.seek(offset)
-                return cut(path, file.read(-1 if length is None else length), length)
+                return base.cut(path, file.read(-1 if length is None else length), length)
         except absent:
             raise FileNotFoundError(errno.ENOENT, "no such file", path) from None
 
@@ -104,25 +92,25 @@ class LocalStorage(Storage):
         """Yield a writer to a temporary file; on success fsync it and call `publish`."""
         path = self._url(name)
         folder = os.path.dirname(path)
-        temporary = f"{folder}/{HIDDEN}{uuid.uuid4().hex}.tmp"
-        with explained("write", path):
+        temporary = f"{folder}/{base.HIDDEN}{uuid.uuid4().hex}.tmp"
+        with base.explained("write", path):
             _make_folder(folder)
             out = _LocalWriter(temporary, path)
         try:
             with out:
                 yield out
-                with explained("write", path):
+                with base.explained("write", path):
                     os.fsync(out.fileno())
-            with explained("write", path):
+            with base.explained("write", path):
                 publish(temporary, path)
                 _sync_folder(folder)
         finally:
-            with explained("write", path), suppress(FileNotFoundError):  # renamed: published
+            with base.explained("write", path), suppress(FileNotFoundError):  # renamed: published
                 os.unlink(temporary)
 
-    def stat(self, name: str) -> Entry | None:
+    def stat(self, name: str) -> base.Entry | None:
         path = self._url(name)
-        with explained("read", path):
+        with base.explained("read", path):
             try:
                 info = os.stat(path)
                 return _entry(name, info) if stat.S_ISREG(info.st_mode) else None
@@ -131,9 +119,9 @@ class LocalStorage(Storage):
                     return None
                 raise
 
-    def dirs(self, prefix: str = "") -> Names:
-        with explained("list", self._folder_url(prefix)), opened(self.url, prefix) as folder:
-            names = [] if folder is None else sorted(filter(valid, os.listdir(folder)))
+    def dirs(self, prefix: str = "") -> base.Names:
+        with base.explained("list", self._folder_url(prefix)), opened(self.url, prefix) as folder:
+            names = [] if folder is None else sorted(filter(base.valid, os.listdir(folder)))
             return [name for name in names if self._holds(f"{prefix}/{name}")]
 
     def _holds(self, prefix: str) -> bool:
@@ -144,14 +132,14 @@ class LocalStorage(Storage):
 
     def delete(self, name: str) -> None:
         path, (above, _, last) = self._url(name), name.rpartition("/")
-        with explained("delete", path), opened(self.url, above, refuse=True) as folder:
+        with base.explained("delete", path), opened(self.url, above, refuse=True) as folder:
             if folder is not None:
                 with _locked(path, make=False), suppress(FileNotFoundError):
                     os.unlink(last, dir_fd=folder)
 
     def delete_if(self, name: str, etag: str) -> bool:
         path = self._url(name)
-        with explained("delete", path), _locked(path, make=True):
+        with base.explained("delete", path), _locked(path, make=True):
             entry = self.stat(name)
             if entry is None or entry.etag != etag:
                 return False
@@ -165,25 +153,25 @@ class LocalStorage(Storage):
 
         path = self._folder_url(prefix)
         if path == "/":
-            raise StorageError("delete", path, "that is the whole disk", "Name a folder")
+            raise base.StorageError("delete", path, "that is the whole disk", "Name a folder")
         above = os.path.dirname(prefix.rstrip("/"))
         top, inside = (self.url, above) if prefix else (os.path.dirname(path), "")
-        with explained("delete", path), opened(top, inside, refuse=True) as folder:
+        with base.explained("delete", path), opened(top, inside, refuse=True) as folder:
             if folder is not None:
                 shutil.rmtree(os.path.basename(path), dir_fd=folder, onerror=failed)
 
     def check_writable(self) -> None:
         data = os.urandom(64)
-        with explained("write", self.url):
+        with base.explained("write", self.url):
             _make_folder(self.url)
-            probe = f"{self.url}/{HIDDEN}{uuid.uuid4().hex}.probe"
+            probe = f"{self.url}/{base.HIDDEN}{uuid.uuid4().hex}.probe"
             out = _LocalWriter(probe, self.url)
             try:
                 with out:
                     out.write(data)
                     os.fsync(out.fileno())
                 with open(probe, "rb") as file:
-                    cut(probe, file.read(), len(data))
+                    base.cut(probe, file.read(), len(data))
                 self._check_promises(probe)
             finally:
                 for name in (probe, f"{probe}-link", f"{probe}-moved"):
@@ -212,30 +200,29 @@ class LocalStorage(Storage):
         fix = "Choose a folder on a local disk, NFS, or Lustre mounted with -o flock"
         try:
             yield
-        except StorageError:
+        except base.StorageError:
             raise
         except OSError as error:
             if refusal is not None and isinstance(error, refusal):
                 return
             why += f" ({error.strerror})"
-            raise StorageError("write", self.url, why, fix) from error
+            raise base.StorageError("write", self.url, why, fix) from error
         if refusal is not None:
             why = f"its file system does not hold to {what}, so two drivers could own one run"
-            raise StorageError("write", self.url, why, fix)
+            raise base.StorageError("write", self.url, why, fix)
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "") -> base.Entries:
         above = f"{prefix.rstrip('/')}/".lstrip("/")
-        with explained("list", self._folder_url(prefix)):
+        with base.explained("list", self._folder_url(prefix)):
             entries = [_entry(above + name, info) for name, info in self._files(prefix)]
         return sorted(entries, key=lambda entry: entry.name)
 
-    def strays(self) -> Names:
-        with explained("list", self.url), opened(self.url) as folder:
+    def strays(self) -> base.Names:
+        with base.explained("list", self.url), opened(self.url) as folder:
             every = below(folder)
             return sorted(name for name, info in every if not stat.S_ISREG(info.st_mode))
 
     def _files(self, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield (name, stat) of the files below a folder."""
         with opened(self.url, prefix) as folder:
             for name, info in below(folder):
                 if self.links and stat.S_ISLNK(info.st_mode):
@@ -255,15 +242,15 @@ class _LocalWriter(io.FileIO):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        with explained("write", self._path):
+        with base.explained("write", self._path):
             while done < len(view):
                 done += super().write(view[done:]) or 0
         return done
 
 
-def _entry(name: str, info: os.stat_result) -> Entry:
+def _entry(name: str, info: os.stat_result) -> base.Entry:
     etag = f"{info.st_mtime_ns:x}-{info.st_ino:x}-{info.st_size:x}"  # each write is a new inode
-    return Entry(name, info.st_size, etag, info.st_mtime)
+    return base.Entry(name, info.st_size, etag, info.st_mtime)
 
 
 def _open_now(path: str, flags: int) -> int:
@@ -318,7 +305,7 @@ def _locked(path: str, make: bool) -> Iterator[None]:
     folder, _, name = path.rpartition("/")
     lock = None
     with suppress(FileNotFoundError, NotADirectoryError):
-        file = f"{folder}/{HIDDEN}{name}.lock"
+        file = f"{folder}/{base.HIDDEN}{name}.lock"
         made = make and not os.path.exists(file)
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
         lock = os.open(file, flags | (os.O_CREAT if make else 0), 0o666)

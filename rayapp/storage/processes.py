@@ -10,11 +10,8 @@ from pathlib import Path
 def machine() -> list[str]:
     """Return the host name, the id of the current boot, and the process-id namespace."""
     boot, names = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    return [
-        socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        os.readlink(names) if names.exists() else "",
-    ]
+    booted = boot.read_text().strip() if boot.exists() else ""
+    return [socket.gethostname(), booted, os.readlink(names) if names.exists() else ""]
 
 
 def mark_of(pid: int) -> str | None:

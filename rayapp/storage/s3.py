@@ -8,17 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
-from rayapp.storage.base import (
-    Entries,
-    Entry,
-    Names,
-    Storage,
-    StorageError,
-    changed,
-    check_range,
-    cut,
-    valid,
-)
+from rayapp.storage import base
 from rayapp.storage.s3_client import Answer, error_code, head, place_of, proven, send
 from rayapp.storage.s3_writer import S3Writer, bare, check_writable, put_if
 
@@ -28,7 +18,7 @@ Keys: TypeAlias = list[dict[str, str]]
 page_keys = 1000  # most keys in a page of a listing and in a deletion
 
 
-class S3Storage(Storage):
+class S3Storage(base.Storage):
     """A prefix of a bucket, in Amazon S3 or a compatible store."""
 
     def local_path(self, name: str = "") -> None:
@@ -44,7 +34,7 @@ class S3Storage(Storage):
     def read(
         self, name: str, offset: int = 0, length: int | None = None, etag: str | None = None
     ) -> bytes:
-        check_range(offset, length)
+        base.check_range(offset, length)
         request = self._key(name)
         if length == 0:  # HTTP has no empty range
             if not self.exists(name):
@@ -55,15 +45,14 @@ class S3Storage(Storage):
             request["Range"] = f"bytes={offset}-{last}"
 
         def get(client: Any) -> bytes:
-            answer = proven(
-                client.get_object(**request), "ContentRange" if "Range" in request else "ETag"
-            )
+            told = "ContentRange" if "Range" in request else "ETag"
+            answer = proven(client.get_object(**request), told)
             if etag not in (None, answer["ETag"]):
-                raise changed(self._url(name))
+                raise base.changed(self._url(name))
             return cast(bytes, answer["Body"].read())
 
         data = self._call("read", name, get, {"InvalidRange": b""})  # begins at or past the end
-        return cut(self._url(name), data, length)
+        return base.cut(self._url(name), data, length)
 
     @contextmanager
     def open_write(self, name: str) -> Iterator[BinaryIO]:
@@ -83,18 +72,18 @@ class S3Storage(Storage):
     def replace_if(self, name: str, data: bytes, etag: str) -> str | None:
         return put_if(self._url(name), data, IfMatch=bare(etag))
 
-    def stat(self, name: str) -> Entry | None:
-        def find(client: Any) -> Entry | None:
+    def stat(self, name: str) -> base.Entry | None:
+        def find(client: Any) -> base.Entry | None:
             info = head(self._key(name), client)
             return _object_entry(name, info["ContentLength"], info)
 
-        nothing: dict[str, Entry | None] = {"NoSuchKey": None}
+        nothing: dict[str, base.Entry | None] = {"NoSuchKey": None}
         return self._call("read", name, find, nothing)
 
-    def dirs(self, prefix: str = "") -> Names:
+    def dirs(self, prefix: str = "") -> base.Names:
         pages = self._pages(prefix, Delimiter="/")
         names = (p["Prefix"].split("/")[-2] for page in pages for p in page["CommonPrefixes"])
-        return sorted(filter(valid, names))
+        return sorted(filter(base.valid, names))
 
     def delete(self, name: str) -> None:
         self._call("delete", name, lambda client: client.delete_object(**self._key(name)))
@@ -113,7 +102,7 @@ class S3Storage(Storage):
     def delete_tree(self, prefix: str) -> None:
         if self._folder_url(prefix).count("/") == 2:
             fix = "Name a folder, or empty the bucket with other tools"
-            raise StorageError("delete", self.url, "that is the whole bucket", fix)
+            raise base.StorageError("delete", self.url, "that is the whole bucket", fix)
         for page in self._pages(prefix):
             keys = [{"Key": entry["Key"]} for entry in page["Contents"]]
             if keys:
@@ -135,13 +124,13 @@ class S3Storage(Storage):
         if errors:  # S3 answers 200 all the same; an exception is retried or explained
             raise ClientError({"Error": errors[0]}, "DeleteObjects")
 
-    def list(self, prefix: str = "") -> Entries:
+    def list(self, prefix: str = "") -> base.Entries:
         start = len(self.url.split("/", 3)[3]) + 1 if self.url.count("/") > 2 else 0
         entries = [
             _object_entry(item["Key"][start:], item["Size"], item)
             for page in self._pages(prefix)
             for item in page["Contents"]
-            if valid(item["Key"][start:])
+            if base.valid(item["Key"][start:])
         ]
         return sorted(entries, key=lambda entry: entry.name)
 
@@ -169,6 +158,6 @@ class S3Storage(Storage):
         return send(what, self._folder_url(name), request, answers)
 
 
-def _object_entry(name: str, size: int, info: Answer) -> Entry:
+def _object_entry(name: str, size: int, info: Answer) -> base.Entry:
     modified = info["LastModified"].replace(microsecond=0)  # Ceph's HEAD has whole seconds only
-    return Entry(name, size, info["ETag"], modified.timestamp())
+    return base.Entry(name, size, info["ETag"], modified.timestamp())

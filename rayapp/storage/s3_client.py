@@ -234,7 +234,7 @@ def _s3_reason(error: Exception, bucket: str) -> tuple[str, str]:
         why = " ".join(str(error).split()).rstrip(".")
         return why, "Check AWS_ENDPOINT_URL_S3 and whether a proxy stands before it"
     code = error_code(error)
-    if code in S3_REASONS:
-        why, fix = S3_REASONS[code]
-        return why.format(bucket=bucket), fix.format(bucket=bucket)
-    return str(error).rstrip("."), ""
+    if code not in S3_REASONS:
+        return str(error).rstrip("."), ""
+    why, fix = S3_REASONS[code]
+    return why.format(bucket=bucket), fix.format(bucket=bucket)

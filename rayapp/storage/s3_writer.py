@@ -127,9 +127,7 @@ class S3Writer(io.RawIOBase):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(upload_threads, "upload")
             begin = {**self._key, "Metadata": {TOKEN: self._token}}
-            begun = self._call(
-                lambda client: proven(client.create_multipart_upload(**begin), "UploadId")
-            )
+            begun = self._call(lambda c: proven(c.create_multipart_upload(**begin), "UploadId"))
             self._upload = {**self._key, "UploadId": begun["UploadId"]}
         if len(self._sending) > upload_threads:
             self._sent.append(self._sending.popleft().result())

@@ -1,7 +1,4 @@
-"""Train an image classifier from the driver's side: check, index the images, plan, train.
-
-result = train_classifier(load("configs/vision_cpu.yaml"))
-"""
+"""Train an image classifier from the driver's side: check, index the images, plan, train."""
 
 from __future__ import annotations
 
@@ -100,7 +97,6 @@ def _source(
 
 
 def _shape(config: VisionConfig, problems: list[str]) -> Any:
-    """Return the model's config; append the problems that prevent building or filling it."""
     path = config.model.path
     try:
         shape, source = shape_of_classifier(path, config.model.overrides, ())
@@ -163,30 +159,22 @@ def index(ready: CheckedImageRun, config: VisionConfig, phases: Phases) -> Image
     root = open_storage(config.run.storage) / PREPARED
     phases.begin(f"decoding {data.path} once", number_of_bytes(ready.source.num_bytes))
     try:
-        images = _begun(ready.run, recipe, root) or indexing.prepare(
-            recipe, root, data.workers, phases.bytes_done
-        )
+        told = data.workers, phases.bytes_done
+        images = _begun(ready.run, recipe, root) or indexing.prepare(recipe, root, *told)
     except SourceError as error:
         raise ConfigError([str(error)]) from error
-    problem = None
     if images.bad_share > data.bad_images:
         shown = "; ".join(f"{place} is {why}" for place, why in images.examples)
-        problem = (
-            f"data.path={data.path} is unusable in {images.bad_share:.1%} of its {images.records} "
-            f"files: {shown}. Correct them, or raise data.bad_images (now {data.bad_images:.1%})"
-        )
-    elif not images.counts["train"]:
-        problem = (
-            f"data.path={data.path} is empty: each of its {images.records} files is either held "
-            "out or not an image. Give more images"
-        )
-    if problem:
-        raise ConfigError([problem])
+        what = f"unusable in {images.bad_share:.1%} of its {images.records} files: {shown}. "
+        what += f"Correct them, or raise data.bad_images (now {data.bad_images:.1%})"
+        raise ConfigError([f"data.path={data.path} is {what}"])
+    if not images.counts["train"]:
+        what = f"each of its {images.records} files is either held out or not an image"
+        raise ConfigError([f"data.path={data.path} is empty: {what}. Give more images"])
     return images
 
 
 def _begun(run: Storage, recipe: ImageRecipe, root: Storage) -> Images | None:
-    """Return the index of an earlier version with which this run has trained, if it has."""
     newest, _ = latest(run)
     earlier = replace(recipe, version=2).fingerprint  # the only one that runs were made of
     if newest is None or newest.state["cursor"]["fingerprint"] != earlier:
@@ -258,10 +246,8 @@ def show(
         )
     if images.bad:
         reasons = ", ".join(f"{count} {reason}" for reason, count in images.bad.items())
-        lines["bad images"] = (
-            f"{sum(images.bad.values()):,} of {images.records:,}: {reasons}; "
-            f"e.g. {images.examples[0][0]}"
-        )
+        bad = f"{sum(images.bad.values()):,} of {images.records:,}"
+        lines["bad images"] = f"{bad}: {reasons}; e.g. {images.examples[0][0]}"
     for label, text in lines.items():
         fact(console, label, text)
 

@@ -63,14 +63,9 @@ class ImageTrainer(Trainer):
         self.ddp = self.model if isinstance(self.model, DistributedDataParallel) else None
         self.classifier = cast(Classifier, self.ddp.module if self.ddp else self.model)
         train = spec.config.train
-        self.optimizers = make_optimizers(
-            train.optimizer,
-            self.classifier,
-            lr=train.lr,
-            weight_decay=train.weight_decay,
-            momentum=train.momentum,
-            betas=train.betas,
-        )
+        names = ("lr", "weight_decay", "momentum", "betas")
+        given: dict[str, Any] = {name: getattr(train, name) for name in names}
+        self.optimizers = make_optimizers(train.optimizer, self.classifier, **given)
         self.average = Average(self.classifier, train.ema) if train.ema else None
         self.batch_norms = batch_norms(self.classifier)
         self._last, self._settling = True, Settling([])
@@ -170,9 +165,8 @@ build = ImageTrainer  # which fills the weights too
 def make_model(spec: ImageSpec, device: torch.device) -> nn.Module:
     """Build the model, distribute it over ranks, and fill its weights."""
     config, parallel = spec.config, spec.config.parallel
-    shape, source = shape_of_classifier(
-        config.model.path, config.model.overrides, spec.data.classes
-    )
+    model_config, classes = config.model, spec.data.classes
+    shape, source = shape_of_classifier(model_config.path, model_config.overrides, classes)
     classifier = build_classifier(
         shape,
         mean=config.data.mean,
@@ -247,11 +241,10 @@ class Scores:
         counts, right = self.confusion.sum(1).tolist(), self.confusion.diagonal().tolist()
         wrong = self.confusion.clone().fill_diagonal_(0)
         confused, places = wrong.flatten().sort(descending=True, stable=True)
+        most = zip(confused[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True)
         pairs = [
             (classes[place // len(classes)], classes[place % len(classes)], count)
-            for count, place in zip(
-                confused[:CONFUSIONS].tolist(), places[:CONFUSIONS].tolist(), strict=True
-            )
+            for count, place in most
             if count
         ]
         return {"each": list(zip(classes, counts, right, strict=True)), "confused": pairs}
@@ -311,9 +304,7 @@ def _compared(folder: Storage, images: Any, trained: Tensor, tolerance: float) -
         processor = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
     if names := [*report["missing_keys"], *report["mismatched_keys"]]:
         raise wrong_export(folder, f"is not the model that was trained: it lacks {names[0]}")
-    # They are cropped already.
-    inputs = processor(
-        images=list(images), do_resize=False, do_center_crop=False, return_tensors="pt"
-    )
+    cropped = {"do_resize": False, "do_center_crop": False}  # they are already
+    inputs = processor(images=list(images), **cropped, return_tensors="pt")
     logits = hf.eval()(**inputs).logits
     return compared(folder, logits, trained, len(images), "images", tolerance)

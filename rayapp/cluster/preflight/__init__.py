@@ -3,14 +3,6 @@
     python -m rayapp.cluster.preflight [CONFIG.yaml] [--section.field=value ...] [--json]
 
 Here is what sends all of it to a cluster as a job, for `rayapp preflight` and `rayapp.preflight`.
-
-node_probe.py    an actor on each node: versions, GPUs, limits, disk, storage
-group_worker.py  an actor on each device: its speed, an all-reduce, links, the network NCCL takes
-survey.py        runs both on the connected cluster, every wait with a limit
-facts.py         what the survey found (ClusterFacts) and what is wanted (Requirements)
-assessment.py    `assess`: findings from facts and requirements, a pure function
-network.py       its part about EFA, the all-reduce and links
-__main__.py      the command, and its page
 """
 
 from __future__ import annotations

@@ -87,7 +87,6 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
 
 @contextmanager
 def _connected(config: RunConfig) -> Iterator[None]:
-    """Connect to the cluster or start Ray here, and shut down after; reuse a connection."""
     import ray
 
     from rayapp.jobs.client import check_answers, ray_address
@@ -122,29 +121,22 @@ def not_judged(facts: ClusterFacts, required: Requirements) -> list[str]:
 def show(facts: ClusterFacts, findings: list[Finding], required: Requirements) -> None:
     """Print the page; the findings come last, next to the prompt."""
     console = Console()
-    console.print(
-        f"[bold]preflight[/bold]  {len(facts.nodes)} nodes, {len(facts.ranks)} workers, "
-        f"{facts.backend}",
-        highlight=False,
-    )
+    size = f"{len(facts.nodes)} nodes, {len(facts.ranks)} workers"
+    console.print(f"[bold]preflight[/bold]  {size}, {facts.backend}", highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     console.print(f"driver     {versions}\n", highlight=False, soft_wrap=True)
     for table in _tables(facts):
         console.print(table)
-    if facts.all_reduce is not None:
-        reduced = facts.all_reduce
-        console.print(
-            f"all-reduce  {number_of_bytes(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} "
-            f"ms, busbw {reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong",
-            highlight=False,
-        )
+    if (reduced := facts.all_reduce) is not None:
+        took = f"{number_of_bytes(reduced.size_bytes)} in {1000 * reduced.seconds:.3g} ms"
+        rate = f"busbw {reduced.busbw / 1e9:.3g} GB/s, {reduced.wrong} wrong"
+        console.print(f"all-reduce  {took}, {rate}", highlight=False)
     for note in not_judged(facts, required):
         console.print(f"not judged  {note}", highlight=False, soft_wrap=True)
     console.print()
     for finding in findings:
-        console.print(
-            f"[bold red]FAIL[/bold red]  [bold]{finding.node}[/bold]: {finding.what}: ", end=""
-        )
+        where = f"[bold]{finding.node}[/bold]"
+        console.print(f"[bold red]FAIL[/bold red]  {where}: {finding.what}: ", end="")
         text = f"{finding.measured}, wanted {finding.wanted}. {finding.fix}"
         console.print(text, highlight=False, soft_wrap=True, markup=False)
     passed = "[bold green]all pass[/bold green]"
@@ -163,15 +155,10 @@ def _tables(facts: ClusterFacts) -> Iterator[Table]:
         devices.append((facts.node(rank.node).name, device, speed.precision, *rates, network))
     if devices:
         yield _table("devices", "node,device,precision,TFLOP/s,GB/s,by", devices)
-    links = [
-        (
-            facts.node(link.sender).name,
-            facts.node(link.receiver).name,
-            f"{link.bytes_per_s * 8 / 1e9:.3g}",
-            str(link.pairs),
-        )
-        for link in facts.links
-    ]
+    links = list[tuple[str, ...]]()
+    for link in facts.links:
+        ends = (facts.node(end).name for end in (link.sender, link.receiver))
+        links.append((*ends, f"{link.bytes_per_s * 8 / 1e9:.3g}", str(link.pairs)))
     if links:
         yield _table("links", "from,to,Gbit/s,workers", links)
 

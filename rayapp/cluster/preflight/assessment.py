@@ -1,7 +1,5 @@
 """Decide from facts what is wrong with a cluster: a pure function, tested on made-up facts.
 
-    for finding in assess(facts, requirements_of(config, min_gbit_per_s=None)): ...
-
 A measurement without a known limit is reported, and not judged.
 """
 
@@ -18,7 +16,6 @@ from rayapp.cluster.preflight.facts import (
     NodeFacts,
     NodeReport,
     Requirements,
-    Speed,
 )
 from rayapp.hardware import GIB, Gpu, gpu_from_device_name
 from rayapp.observe.words import number_of_bytes
@@ -57,27 +54,17 @@ def assess(facts: ClusterFacts, required: Requirements) -> list[Finding]:
 
 
 def _cluster(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Report steps without an answer, no node, and no GPU where GPUs are wanted."""
+    fix = "Look at its Ray logs and at what else runs there; a run would hang here too"
     for silence in facts.silences:
-        yield Finding(
-            facts.node(silence.node).name,
-            f"does not finish {silence.step}",
-            silence.why,
-            "an answer",
-            "Look at its Ray logs and at what else runs there; a run would hang here too",
-        )
+        what, name = f"does not finish {silence.step}", facts.node(silence.node).name
+        yield Finding(name, what, silence.why, "an answer", fix)
     if not facts.nodes:
         yield Finding("cluster", "has no node", "0 nodes", "1", "Start `ray start` on the nodes")
     of_instance = bool(required.instance and required.instance.gpus)
     if facts.backend == "gloo" and (of_instance if required.gpus is None else required.gpus):
-        yield Finding(
-            "cluster",
-            "has no GPU",
-            "0 GPUs in Ray",
-            required.instance.name if required.instance else "cluster.gpu=true",
-            "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
-            "cluster.gpu=false",
-        )
+        wanted = required.instance.name if required.instance else "cluster.gpu=true"
+        fix = "Give the containers GPUs and the NVIDIA runtime; for a check without, set "
+        yield Finding("cluster", "has no GPU", "0 GPUs in Ray", wanted, f"{fix}cluster.gpu=false")
 
 
 def _versions(facts: ClusterFacts) -> Iterator[Finding]:
@@ -104,7 +91,6 @@ def _versions(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
-    """Judge one node by itself: limits, GPUs, clock, access to run.storage."""
     faults = _of_answers(node, facts.storage)
     if (seen := node.facts) is not None:
         faults = {**_limits(node, seen), **_gpus(node, seen, required), **faults}
@@ -112,7 +98,6 @@ def _node(node: NodeReport, facts: ClusterFacts, required: Requirements) -> Iter
 
 
 def _of_answers(node: NodeReport, storage: str) -> dict[Fault, bool]:
-    """Judge a node's clock and its access to run.storage."""
     offset_s, error_s = (node.clock.offset_s, node.clock.error_s) if node.clock else (0.0, 0.0)
     error, shared = (node.probe.error, node.probe.shared) if node.probe else (None, None)
     to_s3 = "Give its role s3:PutObject, s3:GetObject and s3:DeleteObject on the prefix, and "
@@ -140,7 +125,6 @@ def _of_answers(node: NodeReport, storage: str) -> dict[Fault, bool]:
 
 
 def _limits(node: NodeReport, seen: NodeFacts) -> dict[Fault, bool]:
-    """Judge shared memory, disk, open files and locked memory."""
     several, locked = node.resources.get("GPU", 0) > 1, seen.memlock_bytes
     wanted = int(node.resources.get("object_store_memory", 0))
     wanted += NCCL_SHARED_MEMORY_BYTES if several else 0
@@ -233,31 +217,28 @@ def _gpus(node: NodeReport, seen: NodeFacts, required: Requirements) -> dict[Fau
 
 def _speeds(facts: ClusterFacts) -> Iterator[Finding]:
     """Compare every device with its data sheet, and with the median of devices of its name."""
+    fix = "End what else runs there; if nothing does, replace the instance"
     for device in dict.fromkeys(rank.speed.device for rank in facts.ranks):
         ranks = [rank for rank in facts.ranks if rank.speed.device == device]
         speeds, precision = [rank.speed for rank in ranks], ranks[0].speed.precision
         flops, memory = _marks(gpu_from_device_name(device), precision)
+        multiplied = [speed.flops / 1e12 for speed in speeds]
+        moved = [speed.memory_bytes_per_s / 1e9 for speed in speeds]
         for what, unit, sheet, values in (
-            (
-                f"multiplies matrices in {precision} slowly",
-                "TFLOP/s",
-                flops / 1e12,
-                [speed.flops / 1e12 for speed in speeds],
-            ),
-            (
-                "moves memory slowly",
-                "GB/s",
-                memory / 1e9,
-                [speed.memory_bytes_per_s / 1e9 for speed in speeds],
-            ),
+            (f"multiplies matrices in {precision} slowly", "TFLOP/s", flops / 1e12, multiplied),
+            ("moves memory slowly", "GB/s", memory / 1e9, moved),
         ):
             share = OF_MEDIAN_CPU if device == "cpu" else OF_MEDIAN
             mark = max(sheet, share * statistics.median(values))
             origin = "its sheet" if mark == sheet else "the median of its like"
             for rank, value in zip(ranks, values, strict=True):
                 if value < mark:
-                    where, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
-                    yield _slow(where, rank.speed, what, f"{value:.3g} {unit}", wanted)
+                    speed, seen = rank.speed, f"{value:.3g} {unit}"
+                    where = "a core" if speed.index is None else f"GPU {speed.index}"
+                    seen += f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
+                    seen += f"; held down by {', '.join(speed.throttled)}" * bool(speed.throttled)
+                    name, wanted = facts.node(rank.node).name, f"{mark:.3g} {unit}, by {origin}"
+                    yield Finding(name, f"{where} ({device}) {what}", seen, wanted, fix)
 
 
 def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
@@ -270,28 +251,11 @@ def _marks(gpu: Gpu | None, precision: str) -> tuple[float, float]:
     return flops, MEMORY_SHARE * gpu.memory_bytes_per_s
 
 
-def _slow(node: str, speed: Speed, what: str, value: str, mark: str) -> Finding:
-    where = "a core" if speed.index is None else f"GPU {speed.index}"
-    held = f"; held down by {', '.join(speed.throttled)}" if speed.throttled else ""
-    clock = f" at {speed.clock_mhz:.0f} MHz" if speed.clock_mhz else ""
-    return Finding(
-        node,
-        f"{where} ({speed.device}) {what}",
-        f"{value}{clock}{held}",
-        mark,
-        "End what else runs there; if nothing does, replace the instance",
-    )
-
-
 def _kernels(facts: ClusterFacts) -> Iterator[Finding]:
-    """Report nodes on which PyTorch's code takes the place of kernels of the model's layers."""
     for rank in facts.ranks:
         if rank.missing_kernels:
-            named = " and ".join(rank.missing_kernels)
-            yield Finding(
-                facts.node(rank.node).name,
-                "the model's layers without attention have no kernels",
-                f"no {named}",
-                "what its GPU workers can import: PyTorch's own code takes many times as long",
-                f"Install {named} in the image of the nodes (docs/models.md)",
-            )
+            named, what = " and ".join(rank.missing_kernels), "layers without attention"
+            what = f"the model's {what} have no kernels"
+            wanted = "what its GPU workers can import: PyTorch's own code takes many times as long"
+            fix = f"Install {named} in the image of the nodes (docs/models.md)"
+            yield Finding(facts.node(rank.node).name, what, f"no {named}", wanted, fix)

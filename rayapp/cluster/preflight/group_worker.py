@@ -225,7 +225,6 @@ def _reduced(size: int, device: torch.device) -> tuple[float, int]:
 
 
 def _taking(seconds: float, s_per_byte: float, device: torch.device) -> int:
-    """Return how many bytes take so many seconds, in whole fp32 numbers and within limits."""
     size = int(seconds / s_per_byte) // 4 * 4
     return min(MOST_BYTES[device.type], max(TRIAL_BYTES, size))
 

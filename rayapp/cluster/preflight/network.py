@@ -23,6 +23,9 @@ def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     nodes = {rank.node for rank in facts.ranks}
     if facts.backend != "nccl" or len(nodes) < 2 or facts.all_reduce is None:
         return
+    fix = "Use an image with aws-ofi-nccl and libfabric (LD_LIBRARY_PATH), expose /dev/infiniband, "
+    fix += "let the security group pass all traffic within itself, and unset FI_PROVIDER and "
+    fix += "NCCL_NET"
     for id in sorted(nodes):
         node = facts.node(id)
         has = bool(node.facts and node.facts.efa_devices)
@@ -30,48 +33,32 @@ def efa(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
             continue
         used = {rank.network for rank in facts.ranks if rank.node == id}
         for network in sorted(used - {"efa"}, key=str):
-            yield Finding(
-                node.name,
-                "NCCL does not send through EFA",
-                network or "its log does not say what it uses",
-                "efa",
-                "Use an image with aws-ofi-nccl and libfabric (LD_LIBRARY_PATH), expose "
-                "/dev/infiniband, let the security group pass all traffic within itself, and "
-                "unset FI_PROVIDER and NCCL_NET",
-            )
+            seen = network or "its log does not say what it uses"
+            yield Finding(node.name, "NCCL does not send through EFA", seen, "efa", fix)
 
 
 def all_reduce(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Report wrong values of the all-reduce, and a busbw below the limit."""
     seen, wanted = facts.all_reduce, busbw_mark(facts, required)
     if seen is not None and seen.wrong:
-        yield Finding(
-            "cluster",
-            "all-reduce gives wrong values",
-            f"{seen.wrong:,} elements",
-            "0",
-            "A GPU or a link corrupts data: run preflight on halves of the nodes to find it",
-        )
+        what, count = "all-reduce gives wrong values", f"{seen.wrong:,} elements"
+        fix = "A GPU or a link corrupts data: run preflight on halves of the nodes to find it"
+        yield Finding("cluster", what, count, "0", fix)
     if seen is not None and wanted is not None and seen.busbw < wanted[0]:
-        yield Finding(
-            "cluster",
-            "all-reduce is slow",
-            f"{seen.busbw / 1e9:.3g} GB/s busbw at {number_of_bytes(seen.size_bytes)}",
-            f"{wanted[0] / 1e9:.3g} GB/s ({wanted[1]})",
-            "Look at the links and at NCCL's network; put the nodes into one placement group",
-        )
+        rate = f"{seen.busbw / 1e9:.3g} GB/s busbw at {number_of_bytes(seen.size_bytes)}"
+        least = f"{wanted[0] / 1e9:.3g} GB/s ({wanted[1]})"
+        fix = "Look at the links and at NCCL's network; put the nodes into one placement group"
+        yield Finding("cluster", "all-reduce is slow", rate, least, fix)
 
 
 def busbw_mark(facts: ClusterFacts, required: Requirements) -> tuple[float, str] | None:
     """Return the busbw in bytes/s that an all-reduce must reach, and where it comes from."""
     if required.instance is None or facts.backend != "nccl":
         return None
+    gpu, name = required.instance.gpu, required.instance.name
     if len({rank.node for rank in facts.ranks}) > 1:
-        return (
-            NETWORK_SHARE * required.instance.network_bits_per_s / 8,
-            f"{NETWORK_SHARE:g} of {required.instance.name}'s network",
-        )
-    gpu = required.instance.gpu
+        mark = NETWORK_SHARE * required.instance.network_bits_per_s / 8
+        return mark, f"{NETWORK_SHARE:g} of {name}'s network"
     if gpu is None or gpu.nvlink_bytes_per_s is None:
         return None
     return NVLINK_SHARE * gpu.nvlink_bytes_per_s, f"{NVLINK_SHARE:g} of NVLink"
@@ -93,15 +80,9 @@ def links(facts: ClusterFacts, required: Requirements) -> Iterator[Finding]:
     """Report each slow link by its two nodes."""
     if (wanted := link_mark(facts, required)) is None:
         return
-    mark, origin = wanted
-    for link in facts.links:
-        if link.bytes_per_s >= mark:
-            continue
-        sender, receiver = (facts.node(id).name for id in (link.sender, link.receiver))
-        yield Finding(
-            f"{sender} -> {receiver}",
-            "the link is slow",
-            f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s",
-            f"{mark * 8 / 1e9:.3g} Gbit/s ({origin})",
-            "Put all nodes into one placement group; replace a node whose links are all slow",
-        )
+    least = f"{wanted[0] * 8 / 1e9:.3g} Gbit/s ({wanted[1]})"
+    fix = "Put all nodes into one placement group; replace a node whose links are all slow"
+    for link in (link for link in facts.links if link.bytes_per_s < wanted[0]):
+        ends = " -> ".join(facts.node(id).name for id in (link.sender, link.receiver))
+        rate = f"{link.bytes_per_s * 8 / 1e9:.3g} Gbit/s"
+        yield Finding(ends, "the link is slow", rate, least, fix)

@@ -116,13 +116,8 @@ def devices() -> tuple[Device, ...]:
 
 def _device(nvml: Any, index: int) -> Device:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    ecc = _asked(
-        nvml,
-        nvml.nvmlDeviceGetTotalEccErrors,
-        handle,
-        nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-        nvml.NVML_VOLATILE_ECC,
-    )
+    which = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    ecc = _asked(nvml, nvml.nvmlDeviceGetTotalEccErrors, handle, *which)
     rows = _asked(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
     return Device(
         index=index,

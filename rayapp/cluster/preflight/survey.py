@@ -1,7 +1,5 @@
 """Gather the facts of the connected cluster: a probe on every node, then a group of workers.
 
-    facts = survey(config, timeout_s=180.0)
-
 Every wait has a limit: `timeout_s`, plus MARGIN_S for the whole group. A node or worker that has
 not answered by then becomes a Silence, and the survey goes on without it. Actors have hard node
 affinity: one that cannot run on its node runs nowhere.
@@ -45,16 +43,9 @@ T = TypeVar("T")
 def survey(config: RunConfig, timeout_s: float) -> ClusterFacts:
     """Return all facts of the connected cluster."""
     silences = list[Silence]()
-    nodes = [
-        NodeReport(
-            entry["NodeID"],
-            entry["NodeManagerAddress"],
-            entry["NodeManagerHostname"],
-            entry["Resources"],
-        )
-        for entry in ray.nodes()
-        if entry["Alive"]
-    ]
+    told = ("NodeID", "NodeManagerAddress", "NodeManagerHostname", "Resources")
+    alive = (node for node in ray.nodes() if node["Alive"])
+    nodes = [NodeReport(*(node[name] for name in told)) for node in alive]
     nodes = _look(nodes, config.run.storage, timeout_s, silences)
     kind = "GPU" if any(node.resources.get("GPU", 0) for node in nodes) else "CPU"
     kind = "CPU" if config.cluster.gpu == "false" else kind
@@ -115,7 +106,6 @@ def _answers(
 def _look(
     nodes: Sequence[NodeReport], storage: str, timeout_s: float, silences: list[Silence]
 ) -> list[NodeReport]:
-    """Start a probe on each node; return the nodes with their facts, clocks and storage probes."""
     actors = [_actor(NodeProbe, node, num_cpus=0, max_concurrency=4) for node in nodes]
     local: Any = vars(ray._private.worker)["_global_node"]  # Ray has no public call for it
     disk = str(local.get_temp_dir_path())  # Ray spills there, on all nodes
@@ -138,7 +128,6 @@ def _look(
 
 
 def _clock(probe: Any) -> ClockOffset | None:
-    """Compare a node's clock with the driver's; None if the first request gets no answer."""
     best = None
     for _ in range(CLOCK_ASKED):
         started = time.time()
@@ -215,10 +204,8 @@ def _work(
         for (sender, receiver), rate in one.links.items():
             together.setdefault((ranks[sender].node, ranks[receiver].node), []).append(rate)
     links = [Link(*ends, sum(rates), len(rates)) for ends, rates in together.items()]
-    ranks = [
-        replace(rank, network=one.network, nccl=one.nccl)
-        for rank, one in zip(ranks, measured, strict=True)
-    ]
+    both = zip(ranks, measured, strict=True)
+    ranks = [replace(rank, network=one.network, nccl=one.nccl) for rank, one in both]
     return ranks, measured[0].all_reduce, links
 
 
@@ -251,21 +238,22 @@ def _together(
         with suppress(RayActorError):  # it has ended: it is named below
             if ref in ready:
                 steps[rank] = ray.get(ref)
-    if len(steps) < len(group):
-        for rank in sorted(set(range(len(group))) - steps.keys()):
-            why = failed.get(rank, "it does not answer any more")
-            silences.append(Silence(ranks[rank].node, "measuring with the others", why))
-        return []
-    least = min(number for number, _ in steps.values())
-    for rank, (number, step) in sorted(steps.items()):
-        if number == least:
-            why = failed.get(rank, f"hangs for {timeout_s:.0f} s")
-            said = f"rank {rank} at {step}: {why}"
-            silences.append(Silence(ranks[rank].node, "measuring with the others", said))
+    said = {
+        rank: failed.get(rank, "it does not answer any more")
+        for rank in range(len(group))
+        if rank not in steps
+    }
+    least = min((number for number, _ in steps.values()), default=0)
+    said = said or {
+        rank: f"rank {rank} at {step}: {failed.get(rank, f'hangs for {timeout_s:.0f} s')}"
+        for rank, (number, step) in sorted(steps.items())
+        if number == least
+    }
+    step = "measuring with the others"
+    silences += [Silence(ranks[rank].node, step, why) for rank, why in said.items()]
     return []
 
 
 def _actor(kind: type, node: NodeReport, *arguments: Any, **options: Any) -> Any:
-    """Start an actor on this node and on no other."""
     affinity = NodeAffinitySchedulingStrategy(node.id, soft=False)
     return ray.remote(kind).options(scheduling_strategy=affinity, **options).remote(*arguments)
