@@ -196,7 +196,8 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
         if (value := run.held_figure(name)) is not None:
             yield [what, text(name, value)]
     for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
-        yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
+        told = after.replace("\n", "; difference ")
+        yield [f"{name}, {what} of {items} items, before and after", f"{before}; {told}"]
     if check := run.result.get("export_check"):
         told = f"names and shapes of all tensors are equal (not opened: {check['why']})"
         if check["rows"]:
