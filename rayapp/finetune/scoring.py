@@ -358,14 +358,13 @@ def _compared(
         return [(item["asked"], item["wanted"]) for item in items]
 
     before = before if questions(before) == questions(after) else ()
+    pair = [_amounts(task, scored) for scored in (before, after)]
     result: TaskResult = {
         "score": task.task.score,
         "items": len(after),
         "before": _figure(task, before) if before else None,
         "after": _figure(task, after),
-        "difference": bootstrapped([_amounts(task, before), _amounts(task, after)])
-        if before
-        else None,
+        "difference": bootstrapped(pair) if before else None,
     }
     if task.task.score not in LOSSES:
         result["shown"] = [

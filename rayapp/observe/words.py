@@ -102,8 +102,7 @@ def duration(seconds: float | None) -> str:
         return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
     if seconds < 10.0:
         return f"{seconds:.2g} s"
-    parts: list[str] = []
-    rest = round(seconds)
+    parts, rest = list[str](), round(seconds)
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):
         whole, rest = divmod(rest, size)
         if whole or parts:

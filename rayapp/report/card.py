@@ -187,7 +187,8 @@ def _training(run: ReportedRun) -> Iterator[list[str]]:
 
 def _results(run: ReportedRun) -> Iterator[list[str]]:
     unit = run.unit.loss
-    yield [f"training loss, {unit}", text("loss", run.last("loss"))]
+    of_last = f"mean of the last {run.num_recent} steps"
+    yield [f"training loss, {unit}, {of_last}", text("loss", run.recent("loss"))]
     for name, what in (
         ("eval_loss", f"held-out loss, {unit}"),
         ("eval_loss_per_byte", "held-out loss, nats per byte"),
