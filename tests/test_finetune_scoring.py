@@ -26,7 +26,8 @@ from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import scoring as tasks
 from rayapp.finetune.code_check import code_digests
-from rayapp.finetune.scoring import compared, estimate, estimated_loss, is_right
+from rayapp.finetune.scoring import bootstrapped, compared, estimate, is_right
+from rayapp.observe.records import TaskResult
 from rayapp.observe.run_folder import items_file
 from rayapp.storage import open_storage
 from rayapp.train import schedule
@@ -212,6 +213,7 @@ def test_other_items_than_before_are_not_compared(
     storage.write(items_file(STEPS + 1), b"".join(lines[1:COUNT]))
     (result,) = compared([fewer], storage, STEPS + 1).values()
     assert result["before"] is None and result["items"] == COUNT - 1
+    assert result["difference"] is None
     assert {item["before"] for item in result["shown"]} == {None}
 
 
@@ -265,7 +267,69 @@ def test_a_loss_has_an_interval_that_holds_the_mean_about_as_often_as_it_says() 
     for _ in range(200):
         tokens = rng.integers(5, 30, 40)
         nats = rng.gamma(2.0, 0.75, 40) * tokens
-        found = estimated_loss(nats.tolist(), tokens.tolist())
+        found = bootstrapped([[nats.tolist(), tokens.tolist()]])
         assert found["value"] == pytest.approx(nats.sum() / tokens.sum())
         held += found["low"] <= 1.5 <= found["high"]
     assert 175 <= held <= 200
+
+
+def result_of(folder: Path, score: str, *figures: dict[str, list[Any]]) -> TaskResult:
+    """Compare the figures of items, by name, before the first step and after one."""
+    storage, task = open_storage(str(folder)), TaskItems("t", EvalTask(path="t", score=score), ())
+    for step, columns in enumerate(figures):
+        lines = [
+            {"task": "t", "asked": f"{number}?", "wanted": "w", "answer": "a"}
+            | dict(zip(columns, values, strict=True))
+            for number, values in enumerate(zip(*columns.values(), strict=True))
+        ]
+        storage.write(items_file(step), "".join(f"{json.dumps(x)}\n" for x in lines).encode())
+    return compared([task], storage, 1)["t"]
+
+
+def test_a_difference_is_of_the_same_items(tmp_path: Path) -> None:
+    """Oracle: the change of the means by numpy, of items drawn by index; both of an item at once.
+
+    The items vary far more than they change, so that intervals without pairs would be wide.
+    """
+    rng = np.random.default_rng(5)
+    tokens, hard = rng.integers(5, 30, 60), rng.gamma(2.0, 0.75, 60)
+    one = hard * tokens
+    other = (hard - 0.1 + rng.normal(0, 0.02, 60)) * tokens
+    right = [rng.random(60) < 0.3 for _ in range(2)]
+    drawn = np.random.default_rng(0).integers(0, 60, (2000, 60))
+    losses = (other - one)[drawn].sum(1) / tokens[drawn].sum(1)
+    shares = right[1][drawn].mean(1) - right[0][drawn].mean(1)
+    nats = [{"nats": each.tolist(), "tokens": tokens.tolist()} for each in (one, other)]
+    for result, value, resampled in (
+        (result_of(tmp_path, "loss", *nats), (other.sum() - one.sum()) / tokens.sum(), losses),
+        (
+            result_of(tmp_path, "exact", *({"right": each.tolist()} for each in right)),
+            right[1].mean() - right[0].mean(),
+            shares,
+        ),
+    ):
+        found = result["difference"]
+        assert found is not None and found["value"] == pytest.approx(value)
+        assert [found["low"], found["high"]] == pytest.approx(
+            [np.quantile(resampled, 0.025), np.quantile(resampled, 0.975)]
+        )
+    assert losses.std() < 0.01 and found["low"] < found["value"] < found["high"]
+
+
+@pytest.mark.parametrize("score", ["exact", "loss"])
+def test_equal_answers_differ_by_nothing(tmp_path: Path, score: str) -> None:
+    same = {"right": [True, False, True]} if score == "exact" else {}
+    same |= {"nats": [3.1, 0.7, 12.9], "tokens": [3, 1, 7]}
+    result = result_of(tmp_path, score, same, same)
+    assert result["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_a_difference_that_is_noise_has_zero_in_its_interval_about_as_often_as_it_says() -> None:
+    """Of 200 pairs of scores of the same model, 95 % within the binomial's bounds."""
+    rng, held = np.random.default_rng(2), 0
+    for _ in range(200):
+        easy = rng.random(60)  # how often each item is answered right
+        one, other = ((rng.random(60) < easy).tolist() for _ in range(2))
+        found = bootstrapped([[one, [1] * 60], [other, [1] * 60]])
+        held += found["low"] <= 0 <= found["high"]
+    assert 180 <= held <= 198

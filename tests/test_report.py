@@ -261,6 +261,27 @@ def test_only_what_is_comparable_is_compared(storage: Storage) -> None:
     assert "loss" in data_of(alike) and "not comparable" not in alike.texts["body"][0]
 
 
+def test_the_norm_that_gradients_are_clipped_to_is_drawn(storage: Storage) -> None:
+    run = RunFolder(storage, steps=3, train__grad_clip="0.5")
+    for norm in (0.4, 0.5, 0.6):
+        run.train(1, grad_norm=norm)
+    other = RunFolder(storage, "other", steps=3, train__grad_clip="none")
+    other.train(3)
+    shown, without = (data_of(page_of(each.run))["gradient"] for each in (run, other))
+    (mark,) = shown["marks"]
+    assert (mark["label"], mark["value"]) == ("train.grad_clip", 0.5) and not without["marks"]
+    assert "In 1 of 3 steps it was clipped." in page_of(run.run).texts["p"]
+
+
+def test_an_adapters_fields_that_are_at_their_defaults_are_no_rows(storage: Storage) -> None:
+    plain, lora = RunFolder(storage, "a"), RunFolder(storage, "b", model__lora="{alpha: 8}")
+    runs = [folder.read(each.run) for each in (plain, lora)]
+    own = [row for row in comparison.settings(runs[1]) if "lora" in row[0]]
+    assert own == [["model.lora.rank", "16", "none"], ["model.lora.alpha", "8.0", "32.0"]]
+    rows = {row.label: row.cells for row in comparison.differing(runs)}
+    assert rows == {"model.lora.rank": ["n/a", "16"], "model.lora.alpha": ["n/a", "8.0"]}
+
+
 def test_a_run_says_how_to_repeat_it(storage: Storage) -> None:
     run = RunFolder(storage)
     run.train(3)
@@ -636,7 +657,7 @@ def test_a_table_has_the_figures_of_its_curve(storage: Storage) -> None:
     run.train(200)
     loss, *_ = charts_of([folder.read(run.run)])
     held = {line["step"]: line["eval_loss"] for line in metrics.read(run.run) if line["eval_loss"]}
-    assert loss.head == ["step", "train", "held out"]
+    assert loss.head == ["step", "training loss", "held out"]
     assert {int(row[0]): float(row[2]) for row in loss.rows} == pytest.approx(held, rel=1e-4)
     assert BUCKETS * 2 > 200
 
@@ -895,7 +916,7 @@ def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: 
     page.evaluate("document.querySelector('[data-chart=loss]').focus()")
     page.press("End")
     said = "document.querySelector('[data-said=loss]').textContent"
-    assert "train" in page.evaluate(said) and "at step 600" in page.evaluate(said)
+    assert "training loss" in page.evaluate(said) and "at step 600" in page.evaluate(said)
     page.press("ArrowLeft")
     assert "at step 599" in page.evaluate(said)
     page.evaluate("document.querySelector('[data-legend=loss] .key').focus()")
@@ -913,7 +934,14 @@ def test_it_can_be_worked_by_mouse_and_keyboard(pages: dict[str, str], browser: 
 def test_hover_and_zoom_are_of_all_charts(pages: dict[str, str], browser: Browser) -> None:
     page = open_report(browser, pages["eventful/report"])
     at_rest = legend(page, "loss")
-    assert at_rest["train"][1] == at_rest["held out"][1] == "step 600"
+    assert at_rest["each step"][1] == at_rest["held out"][1] == "step 600"
+    value, of = at_rest["training loss"]
+    tile = page.evaluate(
+        "[...document.querySelectorAll('.figures > div')].map(one => [...one.children].map("
+        "part => part.textContent)).find(([name]) => name === 'Training loss')"
+    )
+    assert float(value) == pytest.approx(float(tile[1]), abs=1e-4) and tile[2].endswith(of)
+    assert of == "mean of the last 13 steps"
     place = """(curve => { const { left, width, top } = curve.view.frame.bbox;
       const box = curve.holder.getBoundingClientRect();
       return [box.left + left + width / 2, box.top + top + 20]; })"""
@@ -921,7 +949,7 @@ def test_hover_and_zoom_are_of_all_charts(pages: dict[str, str], browser: Browse
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     page.settle()
     hovered = {name: legend(page, name) for name in ("loss", "step-time", "gradient")}
-    lines = {"loss": "train", "step-time": "computing", "gradient": "each step"}
+    lines = {"loss": "training loss", "step-time": "computing", "gradient": "each step"}
     steps = {hovered[name][line][1] for name, line in lines.items()}
     assert len(steps) == 1 and 290 <= int(steps.pop().removeprefix("step ")) <= 310
     assert hovered["loss"]["held out"][1] in ("step 250", "step 300")  # its own, before the cursor
@@ -981,7 +1009,11 @@ def test_a_chart_is_saved(pages: dict[str, str], browser: Browser, tmp_path: Pat
         rows = list(csv.DictReader(file))
     losses = chart(page, "loss", "curve.lines[0].y")
     raw = [float(row["loss, nats per token"]) for row in rows if row["line"] == "each step"]
-    assert raw == losses and {row["line"] for row in rows} == {"each step", "train", "held out"}
+    assert raw == losses and {row["line"] for row in rows} == {
+        "each step",
+        "training loss",
+        "held out",
+    }
     with Image.open(found[1]) as image:
         assert image.width > 400 and len(set(image.convert("RGB").get_flattened_data())) > 20
     page.close()

@@ -41,6 +41,7 @@ def test_a_card_asks_as_the_training_did(tmp_path: Path) -> None:
     shown = [{"asked": 'Is "it" late?', "before": "a", "after": "b", "wanted": "c"}]
     task = {"score": "exact", "items": 1, "shown": shown}
     task |= {name: {"value": 0.5, "low": 0.0, "high": 1.0} for name in ("before", "after")}
+    task["difference"] = {"value": 0.25, "low": -0.125, "high": 0.625}
     run = ended(tmp_path, tasks={"tickets": task})
     config = yaml.safe_load(run.run.read("config.yaml"))
     config["data"]["kind"], config["model"]["path"] = "chat", "/x/model-a.q4_1-0123456789ab"
@@ -59,6 +60,8 @@ def test_a_card_asks_as_the_training_did(tmp_path: Path) -> None:
         {"role": "user", "content": 'Is "it" late?'},
     ]
     assert "from its weights, as the quantised file `a.q4_1` holds them" in text
+    scores = "50 % (0 to 100); 50 % (0 to 100); difference +25 points (-12 to 62)"
+    assert f"| tickets, right (exact) of 1 items, before and after | {scores} |" in text
     assert "rayapp merge" in text and "</summary>" in text and text.rstrip().endswith("</details>")
 
 

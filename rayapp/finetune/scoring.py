@@ -120,13 +120,19 @@ def estimate(right: Sequence[bool]) -> Estimate:
     return {"value": share, "low": round(low, 3), "high": round(high, 3)}
 
 
-def estimated_loss(nats: Sequence[float], tokens: Sequence[int]) -> Estimate:
-    """Return the mean loss in nats per token with an interval of 95 %, by a bootstrap of items."""
-    sums = np.array([nats, tokens], np.float64)  # [2, items]
-    drawn = np.random.default_rng(0).integers(len(nats), size=(RESAMPLES, len(nats)))
-    losses, counts = sums[:, drawn].sum(-1)  # [resamples] each
-    low, high = np.percentile(losses / np.maximum(counts, 1), [2.5, 97.5]).tolist()
-    return {"value": sum(nats) / max(sum(tokens), 1), "low": low, "high": high}
+def bootstrapped(amounts: Sequence[Sequence[Sequence[float]]]) -> Estimate:
+    """Return a ratio of sums over items with an interval of 95 %, by a bootstrap of the items.
+
+    `amounts` [1 or 2, 2, items] are its numerators and denominators, e.g. nats and tokens. Of two
+    ratios of the same items it is the second less the first, and each resample has both of an item.
+    """
+    parts, rng = np.array(amounts, np.float64), np.random.default_rng(0)
+    items = parts.shape[-1]
+    drawn = (parts[..., rng.integers(items, size=items)].sum(-1) for _ in range(RESAMPLES))
+    sums = np.stack([parts.sum(-1), *drawn])  # [1 + resamples, 1 or 2, 2]
+    figures = np.diff(sums[..., 0] / np.maximum(sums[..., 1], 1), prepend=0.0)[:, -1]
+    low, high = np.percentile(figures[1:], [2.5, 97.5]).tolist()
+    return {"value": float(figures[0]), "low": low, "high": high}
 
 
 def score_tasks(
@@ -311,15 +317,22 @@ def _told(task: TaskItems, item: Item) -> ScoredItem:
 
 def _figure(task: TaskItems, scored: Sequence[ScoredItem]) -> Estimate:
     if task.task.score in LOSSES:
-        nats, tokens = zip(*((each["nats"], each["tokens"]) for each in scored), strict=True)
-        return estimated_loss(nats, tokens)
+        return bootstrapped([_amounts(task, scored)])
     return estimate([each["right"] for each in scored])
 
 
-def compared(tasks: Sequence[TaskItems], storage: Storage, step: int) -> dict[str, TaskResult]:
-    """Return each task's score before the first step and after `step`, from the run's folder.
+def _amounts(task: TaskItems, scored: Sequence[ScoredItem]) -> list[list[float]]:
+    """Return numerators and denominators of a task's figure: [2, items]."""
+    if task.task.score in LOSSES:
+        return [[each["nats"] for each in scored], [each["tokens"] for each in scored]]
+    return [[each["right"] for each in scored], [1.0] * len(scored)]
 
-    The score before is left out where the items were others.
+
+def compared(tasks: Sequence[TaskItems], storage: Storage, step: int) -> dict[str, TaskResult]:
+    """Return each task's score before the first step and after `step`, and their difference.
+
+    They are computed from the run's folder. Where the items were others before, `before` and
+    `difference` are None.
     """
     before, after = (_by_task(storage, at) for at in (0, step))
     return {
@@ -345,11 +358,13 @@ def _compared(
         return [(item["asked"], item["wanted"]) for item in items]
 
     before = before if questions(before) == questions(after) else ()
+    pair = [_amounts(task, scored) for scored in (before, after)]
     result: TaskResult = {
         "score": task.task.score,
         "items": len(after),
         "before": _figure(task, before) if before else None,
         "after": _figure(task, after),
+        "difference": bootstrapped(pair) if before else None,
     }
     if task.task.score not in LOSSES:
         result["shown"] = [

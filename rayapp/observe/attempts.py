@@ -283,7 +283,9 @@ def follow_log(run: Storage, ended: Callable[[], bool]) -> Iterator[str]:
             known = {other: etag for other, etag in etags.items() if other < number}
         for changed in sorted(each for each in etags if etags[each] != known.get(each)):
             known[changed] = etags[changed]
-            lines = _for_reader(plain_text(run.read(log_name(changed)).decode(errors="replace")))
+            text = plain_text(run.read(log_name(changed)).decode(errors="replace"))
+            lines = text.partition(f"{SECTION}driver\n")[2].splitlines()  # without the head
+            lines = lines[:-2] if lines[-2:] == [f"{SECTION}end", GOES_ON] else lines
             added = lines[_overlap(shown, lines) :] if changed == number else lines
             number, shown = changed, lines
             if added:
@@ -305,12 +307,6 @@ def _none_of(run: Storage) -> str:
 def _etags(run: Storage) -> dict[int, str]:
     matches = ((LOG.fullmatch(entry.name), entry.etag) for entry in run.list(LOGS))
     return {int(match[1]): etag for match, etag in matches if match}
-
-
-def _for_reader(text: str) -> list[str]:
-    """Return the lines of a log without its head, and without its end if that is still open."""
-    lines = text.partition(f"{SECTION}driver\n")[2].splitlines()
-    return lines[:-2] if lines[-2:] == [f"{SECTION}end", GOES_ON] else lines
 
 
 def _overlap(before: list[str], after: list[str]) -> int:

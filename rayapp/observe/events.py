@@ -77,7 +77,10 @@ class Journal:
             {
                 "host": socket.gethostname(),
                 "submission_id": submission_id(),
-                **_by(),
+                # A job has the user and the commit of the machine that submitted it.
+                "user": os.environ.get(USER) or user_name(),
+                "commit": os.environ.get(COMMIT) or git_commit(),
+                "command": redacted(shlex.join(map(str, sys.orig_argv[1:])))[:COMMAND_LENGTH],
                 "seen_until": seen_until,
                 **({"init_from": str(config.origin)} if config.origin else {}),
                 **machines(config, config.cluster.min_workers, self._nodes()),
@@ -198,18 +201,6 @@ def machines(config: RunConfig, workers: int, places: Sequence[Place] = ()) -> E
         "nodes": len(prices),
         "instance": ", ".join(names),
         "usd_per_hour": sum(known) if len(known) == len(prices) else None,
-    }
-
-
-def _by() -> EventFields:
-    """Return who began this command, from which git commit, and its command line.
-
-    A job has the user and the commit of the machine that submitted it.
-    """
-    return {
-        "user": os.environ.get(USER) or user_name(),
-        "commit": os.environ.get(COMMIT) or git_commit(),
-        "command": redacted(shlex.join(map(str, sys.orig_argv[1:])))[:COMMAND_LENGTH],
     }
 
 

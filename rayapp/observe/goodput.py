@@ -139,11 +139,9 @@ def with_ends(
 ) -> list[tuple[list[Event], float]]:
     """Return each command's events and the Unix time at which it ended."""
     every = commands(events)
-    following = [*(command[0] for command in every[1:]), None][: len(every)]
-    return [
-        (command, _end_of(command, follows, times, now))
-        for command, follows in zip(every, following, strict=True)
-    ]
+    following = [*(command[0] for command in every[1:]), None]
+    each = zip(every, following, strict=False)
+    return [(command, _end_of(command, follows, times, now)) for command, follows in each]
 
 
 def commands(events: Sequence[Event]) -> list[list[Event]]:
@@ -162,9 +160,9 @@ def goodput(steps: Columns, wall_s: float, known_s: dict[str, float]) -> dict[st
     `known_s` holds seconds measured elsewhere (start, export, lost_work, recovery ...); the time
     that nothing accounts for is `other`.
     """
-    seconds = {cause: _sum(steps[name]) for cause, name in OF_A_STEP.items()}
-    step_s = _sum(steps["step_s"])
-    seconds["step"] = step_s - math.fsum(seconds.values())
+    columns = {**OF_A_STEP, "step": "step_s"}
+    seconds = {cause: math.fsum(np.nan_to_num(steps[name])) for cause, name in columns.items()}
+    seconds["step"] -= math.fsum(seconds[cause] for cause in OF_A_STEP)
     for cause, value in known_s.items():
         seconds[cause] = seconds.get(cause, 0.0) + max(0.0, value)
     seconds = {cause: max(0.0, value) for cause, value in seconds.items()}
@@ -172,13 +170,6 @@ def goodput(steps: Columns, wall_s: float, known_s: dict[str, float]) -> dict[st
     wall_s = max(wall_s, accounted_s, 1e-9)
     seconds["other"] = wall_s - accounted_s
     return {cause: value / wall_s for cause, value in seconds.items()}
-
-
-def _sum(values: Array) -> float:
-    return math.fsum(np.nan_to_num(values))
-
-
-INTERRUPTION = ("time", "kind", "reason", "step", "workers")  # fields of its event
 
 
 def interruptions(events: Sequence[Event]) -> list[Interruption]:
@@ -192,7 +183,8 @@ def interruptions(events: Sequence[Event]) -> list[Interruption]:
             if event["event"] != INTERRUPTED:
                 continue
             later = [other for other in command[index:] if other["event"] == RESUMED]
-            told: Any = {name: value for name, value in event.items() if name in INTERRUPTION}
+            own = ("time", "kind", "reason", "step", "workers")
+            told: Any = {name: value for name, value in event.items() if name in own}
             told["lost_steps"] = event["step"] - later[0]["step"] if later else None
             told["to_first_step_s"] = later[0]["time"] - event["time"] if later else None
             stalls.append(cast(Interruption, told))

@@ -266,6 +266,8 @@ class TaskResult(TypedDict, total=False):
     before: Required[Estimate | None]
     """Before the first step; None: not known."""
     after: Required[Estimate]
+    difference: Estimate | None
+    """After less before, of the same items; None: not known."""
     shown: list[ShownItem]
 
 

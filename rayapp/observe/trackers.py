@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,7 @@ def problems(config: RunConfig) -> list[str]:
 def scalars(line: MetricsLine) -> Iterator[tuple[str, float]]:
     """Yield (group/name, number) of a line's figures, as trackers name them."""
     for field, key, value in figures_of(line):
-        group = FIELDS.get(field, OWN).group
-        if group:
+        if group := FIELDS.get(field, OWN).group:
             yield f"{group}/{plain_name(key or field)}", float(value)
 
 
@@ -126,7 +125,9 @@ class TensorBoard(Tracker):
         self._file = EventsWriter(str(self._folder / "events"))
         self.cut_back(0)
         self._add(text("config", _verbatim(config.to_yaml())))
-        for summary in hparams(_plain(settings(config)), dict.fromkeys(SHOWN_BY_HPARAMS)):
+        every = settings(config).items()
+        plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in every}
+        for summary in hparams(plain, dict.fromkeys(SHOWN_BY_HPARAMS)):
             self._add(summary)
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
@@ -247,6 +248,9 @@ class Wandb(Tracker):
     def __init__(self, run: Storage, config: RunConfig) -> None:
         import wandb
 
+        # The CPU and output of the driver say nothing about the training.
+        names = ("silent", "disable_code", "disable_git", "x_disable_stats")
+        quiet: dict[str, Any] = dict.fromkeys(names, True)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             id=hashlib.sha256(run.url.encode()).hexdigest()[:16],
@@ -254,14 +258,7 @@ class Wandb(Tracker):
             resume="allow",
             config=settings(config),
             dir=os.environ.get("WANDB_DIR") or run.local_path(),
-            # The CPU and output of the driver say nothing about the training.
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                disable_code=True,
-                disable_git=True,
-                x_disable_stats=True,
-            ),
+            settings=wandb.Settings(console="off", **quiet),
         )
 
     def write(self, lines: Sequence[MetricsLine]) -> None:
@@ -295,10 +292,6 @@ def _wandb_may_start() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):  # no file: `wandb login` has not been run
         return False
-
-
-def _plain(values: Mapping[str, object]) -> dict[str, bool | int | float | str]:
-    return {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in values.items()}
 
 
 def _verbatim(text: str) -> str:

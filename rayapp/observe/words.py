@@ -23,7 +23,7 @@ from rayapp.observe.records import Estimate, RunResult, TaskResult
 UNKNOWN = "n/a"
 BARS = "▁▂▃▄▅▆▇█"  # from low to high
 # Of a task of eval.tasks: the columns of its row, and those of an item with answers.
-TASK_HEAD = ("task", "items", "figure", "before", "after")
+TASK_HEAD = ("task", "items", "figure", "before", "after; difference")
 TASK_SHOWN: tuple[Literal["asked", "before", "after", "wanted"], ...]
 TASK_SHOWN = ("asked", "before", "after", "wanted")
 number_of_bytes = partial(filesize.decimal, precision=2)  # "1.54 MB"
@@ -102,8 +102,7 @@ def duration(seconds: float | None) -> str:
         return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
     if seconds < 10.0:
         return f"{seconds:.2g} s"
-    parts: list[str] = []
-    rest = round(seconds)
+    parts, rest = list[str](), round(seconds)
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")):
         whole, rest = divmod(rest, size)
         if whole or parts:
@@ -146,16 +145,18 @@ def last_line(error: BaseException) -> str:
 
 
 def task_rows(results: Mapping[str, TaskResult]) -> list[list[str]]:
-    """Return a row for each task, with the columns of TASK_HEAD."""
+    """Return a row for each task, with the columns of TASK_HEAD; a difference is on a new line."""
     return [
         [
             name,
             f"{each['items']:,}",
             "nats/token" if each["score"] in LOSSES else f"right ({each['score']})",
             _estimated(each["score"], each["before"]),
-            _estimated(each["score"], each["after"]),
+            _estimated(each["score"], each["after"])
+            + (f"\n{_estimated(each['score'], change, '+', ' points')}" if change else ""),
         ]
         for name, each in results.items()
+        for change in [each.get("difference")]
     ]
 
 
@@ -191,17 +192,18 @@ def verdicts(result: RunResult) -> list[str]:
     return lines
 
 
-def _estimated(score: str, estimate: Estimate | None) -> str:
+def _estimated(score: str, estimate: Estimate | None, sign: str = "", percent: str = " %") -> str:
     """Format a figure with its interval.
 
     >>> _estimated("json", {"value": 0.9, "low": 0.6, "high": 0.98})
     '90 % (60 to 98)'
+    >>> _estimated("json", {"value": 0.02, "low": -0.05, "high": 0.09}, "+", " points")
+    '+2 points (-5 to 9)'
     >>> _estimated("loss", {"value": 1.25, "low": 1.2, "high": 1.3}), _estimated("loss", None)
     ('1.25 (1.20 to 1.30)', '-')
     """
     if estimate is None:
         return "-"
-    value, low, high = (estimate[name] for name in ("value", "low", "high"))
-    if score in LOSSES:
-        return f"{value:.2f} ({low:.2f} to {high:.2f})"
-    return f"{value:.0%} ({100 * low:.0f} to {100 * high:.0f})".replace("%", " %")
+    scale, digits, unit = (1, "z.2f", "") if score in LOSSES else (100, "z.0f", percent)
+    value, low, high = (scale * estimate[name] for name in ("value", "low", "high"))
+    return f"{value:{sign}{digits}}{unit} ({low:{digits}} to {high:{digits}})"

@@ -187,7 +187,8 @@ def _training(run: ReportedRun) -> Iterator[list[str]]:
 
 def _results(run: ReportedRun) -> Iterator[list[str]]:
     unit = run.unit.loss
-    yield [f"training loss, {unit}", text("loss", run.last("loss"))]
+    of_last = f"mean of the last {run.num_recent} steps"
+    yield [f"training loss, {unit}, {of_last}", text("loss", run.recent("loss"))]
     for name, what in (
         ("eval_loss", f"held-out loss, {unit}"),
         ("eval_loss_per_byte", "held-out loss, nats per byte"),
@@ -196,7 +197,8 @@ def _results(run: ReportedRun) -> Iterator[list[str]]:
         if (value := run.held_figure(name)) is not None:
             yield [what, text(name, value)]
     for name, items, what, before, after in task_rows(run.result.get("tasks") or {}):
-        yield [f"{name}, {what} of {items} items, before and after", f"{before}; {after}"]
+        told = after.replace("\n", "; difference ")
+        yield [f"{name}, {what} of {items} items, before and after", f"{before}; {told}"]
     if check := run.result.get("export_check"):
         told = f"names and shapes of all tensors are equal (not opened: {check['why']})"
         if check["rows"]:

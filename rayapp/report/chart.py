@@ -48,6 +48,8 @@ class ChartLine:
     dash: int = 0
     run: int = 0
     """The index of its run."""
+    recent: dict[str, float | None] = field(default_factory=dict)
+    """For each unit, the mean of the last steps, which the legend shows at rest."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,12 @@ class Chart:
         """
         table = self.points[line.points]
         steps = np.array(table["step"], np.float64)
+        values = np.array(table[next(iter(line.y.values()))], np.float64)
         place = int(np.searchsorted(steps, step, side="right")) - 1
         if place < 0 or step > steps[-1] or (line.role == DOTS and steps[place] != step):
             return ""
-        return words.number(table[next(iter(line.y.values()))][place], 5)
+        value = float((smooth(values) if line.role == SMOOTH else values)[place])
+        return words.number(None if np.isnan(value) else value, 5)
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:

@@ -61,18 +61,23 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[Chart]:
         for chart in _of_losses(runs, group.places):
             id, title = f"{chart.id}-{group.name}", f"{chart.title}, group {group.name}"
             charts.append(replace(chart, id=id, title=title) if len(every) > 1 else chart)
+    gradient = _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True)
+    clip = runs[0].config.get("train", {}).get("grad_clip")
+    if alone and isinstance(clip, int | float):
+        count = f"{int((runs[0].columns['grad_norm'] > clip).sum()):,} of {runs[0].num_lines:,}"
+        marks = [Mark("train.grad_clip", clip, clip, clip)]
+        gradient = replace(gradient, marks=marks, note=f"In {count} steps it was clipped.")
     memory = _overlaid(runs, "memory", "Memory of rank 0", "peak_gib", "GiB", zero=True, exact=True)
-    unit = runs[0].unit
-    each_s = f"{unit.many}/s"
-    throughput = _overlaid(runs, "throughput", "Throughput", unit.per_s, each_s, zero=True)
-    throughput.marks.extend(_planned(runs[0], unit.per_s) if alone else [])
+    name, each_s = runs[0].unit.per_s, f"{runs[0].unit.many}/s"
+    throughput = _overlaid(runs, "throughput", "Throughput", name, each_s, zero=True)
+    throughput.marks.extend(_planned(runs[0], name) if alone else [])
     charts += [
         _overlaid(runs, "own-loss", f"train.loss, {losses}", "own_loss"),
         *(_overlaid(runs, f"figure-{name}", name, name) for name in own),
         *([_step_time(runs[0])] if alone else []),
         throughput,
         _memory(runs[0]) if alone else memory,
-        _overlaid(runs, "gradient", "Gradient norm", "grad_norm", log=True),
+        gradient,
         _overlaid(runs, "rate", "Learning rate", "lr", zero=True, exact=True),
     ]
     # Wide charts first; of an odd number of others, the last is wide too.
@@ -110,9 +115,10 @@ def _smoothed(
 ) -> tuple[list[ChartLine], dict[str, Points]]:
     """Return columns, {unit: name}, as a faint line of each step and a smoothed one over it."""
     columns = {name: run.columns[name] for name in names.values()}
+    recent = {unit: run.recent(name) for unit, name in names.items()}
     lines = [
         ChartLine(faint, f"{place}", names, place, FAINT, run=place),
-        ChartLine(label, f"{place}-mean", names, place, SMOOTH, dash=place, run=place),
+        ChartLine(label, f"{place}-mean", names, place, SMOOTH, place, place, recent),
     ]
     averages = {name: plain(each) for name, each in means(columns, _across(run)).items()}
     return lines, {f"{place}": _points(run, columns), f"{place}-mean": averages}
@@ -136,8 +142,7 @@ def _overlaid(
     exact: bool = False,
 ) -> Chart:
     """Return a chart with one line per run: smoothed, or with `exact` each step as it is."""
-    every: dict[str, Points] = {}
-    lines: list[ChartLine] = []
+    every, lines = dict[str, Points](), list[ChartLine]()
     alone, what = len(runs) == 1, title.lower()
     for place, run in enumerate(runs):
         named = what if alone else run.name
@@ -200,14 +205,14 @@ def _held(
 
 def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
     """Return the chart of the losses of the runs at `places`."""
-    every: dict[str, Points] = {}
-    lines: list[ChartLine] = []
+    every, lines = dict[str, Points](), list[ChartLine]()
     alone, unit = len(runs) == 1, runs[0].unit.divisor or runs[0].unit.one
     held = {key: f"eval_{name}" for key, name in LOSSES[unit].items()}
     for at in places:
         run = runs[at]
         name = "" if alone else f"{run.name} "
-        own, drawn = _smoothed(run, at, LOSSES[unit], f"{name}train", "each step" if alone else "")
+        named, faint = f"{name}training loss", "each step" if alone else ""
+        own, drawn = _smoothed(run, at, LOSSES[unit], named, faint)
         columns = {column: run.held_values(column) for column in held.values()}
         every |= drawn | {f"{at}-held": _held_points(run, columns)}
         lines += own

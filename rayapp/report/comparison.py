@@ -14,6 +14,7 @@ from typing import Any
 
 from rayapp.config import KINDS, Config
 from rayapp.config.fields import IMAGES, Unit
+from rayapp.config.lora import Lora
 from rayapp.config.text import flatten, shown
 from rayapp.observe.figures import label, text
 from rayapp.observe.words import UNKNOWN
@@ -26,7 +27,9 @@ OF_DATA = (
     *("chat_template", "special_tokens", "reasoning"),
 )
 TOKENIZER = "tokenizer"
-OWN = ("run.name", "run.storage")  # not compared: they differ between any two runs
+# Not compared: they differ between any two runs; model.lora.rank says whether there are adapters.
+OWN = ("run.name", "run.storage", "model.lora")
+OF_LORA = flatten({"model": {"lora": Lora().model_dump(mode="json", exclude={"rank"})}})
 # Figures that are compared within groups of runs with the same data and tokenizer.
 OF_GROUPS = ("eval_loss", "eval_loss_per_byte", "eval_top1", "training loss")
 
@@ -85,15 +88,15 @@ def differing(runs: Sequence[ReportedRun]) -> list[ComparisonRow]:
     every = [_flat(run.config) for run in runs]
     rows = []
     for name in dict.fromkeys(name for config in every for name in config):
-        values = [config.get(name, UNKNOWN) for config in every]
-        if name not in OWN and any(value != values[0] for value in values):
-            rows.append(ComparisonRow(name, list(map(shown, values))))
+        meant = [config.get(name, OF_LORA.get(name, UNKNOWN)) for config in every]
+        if name not in OWN and any(value != meant[0] for value in meant):
+            rows.append(ComparisonRow(name, [shown(each.get(name, UNKNOWN)) for each in every]))
     return rows
 
 
 def settings(run: ReportedRun) -> list[list[str]]:
     """Return the fields of the config that are not at their defaults: field, value, default."""
-    defaults = _flat(KINDS.get(run.task, Config)().model_dump(mode="json"))
+    defaults = OF_LORA | _flat(KINDS.get(run.task, Config)().model_dump(mode="json"))
     return [
         [name, shown(value), shown(defaults.get(name))]
         for name, value in _flat(run.config).items()

@@ -114,6 +114,7 @@ def _page(name: str, runs: Sequence[ReportedRun]) -> bytes:
         "charts": [chart.spec() for chart in drawn],
         "unit": runs[0].unit.many,
         "steps": max(run.num_lines for run in runs),
+        "recent": [run.num_recent for run in runs],
         "name": "comparison" if len(runs) > 1 else runs[0].name,
         **document(drawn),
     }

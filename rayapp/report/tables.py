@@ -232,8 +232,7 @@ def data_facts(run: ReportedRun) -> list[Tile]:
 
 def classes(run: ReportedRun) -> list[TableBar]:
     """Return the accuracy of each class, the lowest first."""
-    classified = run.result.get("classes")
-    bars = []
+    bars, classified = [], run.result.get("classes")
     for name, count, right in classified["each"] if classified else ():
         share = right / count if count else 0.0
         cells = [f"{right:,} of {count:,}", words.share(share if count else None)]
@@ -278,23 +277,17 @@ def sources(run: ReportedRun) -> list[list[str]]:
 
 def experts(run: ReportedRun) -> list[list[str]]:
     """Return a row for each layer of a mixture of experts, since the workers last started."""
-    return [expert_row(*each) for each in enumerate(run.result.get("experts") or ())]
-
-
-def expert_row(layer: int, tokens: list[int]) -> list[str]:
-    """Return the cells of a layer whose experts were given so many tokens.
-
-    >>> expert_row(0, [10, 30, 0, 40])
-    ['0', 'expert 3', '50 %', '2.00', '1 of 4', '▂▆ █']
-    """
-    whole, most = max(sum(tokens), 1), max(tokens)
     return [
-        str(layer),
-        f"expert {tokens.index(most)}",
-        words.share(most / whole),
-        f"{len(tokens) * most / whole:,.2f}",
-        f"{tokens.count(0)} of {len(tokens)}",
-        "".join(BARS[(8 * count - 1) // most] if count else " " for count in tokens),
+        [
+            f"{layer}",
+            f"expert {tokens.index(most)}",
+            words.share(most / whole),
+            f"{len(tokens) * most / whole:,.2f}",
+            f"{tokens.count(0)} of {len(tokens)}",
+            "".join(BARS[(8 * count - 1) // most] if count else " " for count in tokens),
+        ]
+        for layer, tokens in enumerate(run.result.get("experts") or ())
+        for whole, most in [(max(sum(tokens), 1), max(tokens))]
     ]
 
 

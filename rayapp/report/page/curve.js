@@ -58,10 +58,11 @@ class Curve {
     let base = null;
     this.lines = spec.lines.map((line, place) => {
       const table = spec.points[line.points];
-      let y = table[line.y[state.unit] ?? Object.values(line.y)[0]];
+      const unit = state.unit in line.y ? state.unit : Object.keys(line.y)[0];
+      let y = table[line.y[unit]];
       if (line.role === "smooth") y = Curve.smooth(y, state.smoothing);
       const x = table[state.x].map((value) => value / state.size);
-      const known = { ...line, steps: table.step, x, y, to: y.map((value) => this.drawn(value)) };
+      const known = { ...line, rest: line.recent[unit], steps: table.step, x, y, to: y.map((value) => this.drawn(value)) };
       if (line.role === "area") {
         base ??= y.map(() => 0);
         known.from = base;
@@ -169,7 +170,8 @@ class Curve {
   }
   static last(line) { return line.y.findLastIndex((value) => value != null && !Number.isNaN(value)); }
 
-  // Shows the values at x, or with null the last of each line; returns them as text.
+  // Shows the values at x; with null the last of each line, or the mean of its last steps. Returns
+  // them as text.
   point(x) {
     const said = [];
     const places = this.lines.map((line) => (x == null ? Curve.last(line) : Curve.at(line, x)));
@@ -183,12 +185,14 @@ class Curve {
     }
     for (const [place, line] of this.lines.entries()) {
       const item = this.items.get(place), at = places[place];
-      const value = at >= 0 ? line.y[at] : null;
+      const resting = x == null && line.rest != null;
+      const value = resting ? line.rest : at >= 0 ? line.y[at] : null;
       if (!item) continue;
+      const step = resting ? `mean of the last ${this.state.recent[line.run]} steps` : at < 0 ? "" : `step ${Text.whole.format(line.steps[at])}`;
       item.querySelector("b").textContent = Text.figure(value);
-      item.querySelector(".at").textContent = value == null ? "" : `step ${Text.whole.format(line.steps[at])}`;
+      item.querySelector(".at").textContent = value == null ? "" : step;
       if (value != null && this.shown(place)) {
-        said.push(`${line.label} ${Text.figure(value)} at step ${Text.whole.format(line.steps[at])}`);
+        said.push(`${line.label} ${Text.figure(value)} at ${step}`);
       }
     }
     return said;

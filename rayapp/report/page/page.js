@@ -9,7 +9,7 @@
   const SHARES = [0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2]; // of the run, by place of the slider
   const state = {
     x: "step", unit: "token", smoothing: 0.02, size: 1, across: "step", zoomed: false,
-    hidden: new Set(), counted: data.unit, name: data.name,
+    hidden: new Set(), counted: data.unit, recent: data.recent, name: data.name,
     names: all("tr[data-run] th").map((each) => each.textContent),
     tick: (value) => Text.tick(value),
   };
