@@ -7,7 +7,6 @@ checked on this machine before anything is sent.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from rayapp.config import ConfigError, RunConfig
 from rayapp.jobs.private import KEY, link_problems, secret_problems
-from rayapp.jobs.secrets import VARIABLE, problems_of
+from rayapp.jobs.secrets import VARIABLE, encode, problems_of
 from rayapp.observe.events import job_variables
 from rayapp.observe.plain import NO_BARS, redacted
 
@@ -93,7 +92,7 @@ class Submission:
         options = self.options
         variables = {STOP_WAIT: str(STOP_WAIT_S), **QUIET, **job_variables(), **options.env}
         if options.secrets:
-            variables[VARIABLE] = json.dumps(dict(options.secrets), sort_keys=True)
+            variables[VARIABLE] = encode(options.secrets)
         env: dict[str, object] = {"env_vars": variables}
         if options.secrets:  # Ray calls the hook in worker processes; the driver calls load itself
             env["worker_process_setup_hook"] = "rayapp.jobs.secrets.load"
@@ -128,24 +127,30 @@ def prepare(
     if options.working_dir is not None:
         folder = Path(options.working_dir).expanduser()
         if not folder.is_dir():
-            problem = f"working_dir={options.working_dir} is not there: there is no such folder"
-            raise ConfigError([*problems, problem])
+            raise ConfigError(
+                [
+                    *problems,
+                    f"working_dir={options.working_dir} is not there: there is no such folder",
+                ]
+            )
         package, names = _pack(folder)
         problems += [*secret_problems(folder, package), *_size_problems(folder, package)]
     problems += _path_problems(config, options, names)
     if problems:
         raise ConfigError(problems)
     arguments = [f"--{name}={value}" for name, value in config.to_overrides().items()]
-    command = ["python", "-m", module or config.MODULE, *arguments, *flags]
+    is_run = module is None
+    module = module or config.MODULE
+    command = ["python", "-m", module, *arguments, *flags]
     return Submission(
         run_url=f"{config.run.storage}/{config.run.name}",
-        name=module.rpartition(".")[2] if module else config.run.name,
+        name=config.run.name if is_run else module.rpartition(".")[2],
         # exec: Ray runs this by a shell. Without it, a stop while the shell starts Python ends the
         # shell alone: the job is STOPPED, and its driver trains on.
         entrypoint=f"exec {shlex.join(command)}",
         options=options,
         package=package,
-        is_run=module is None,
+        is_run=is_run,
     )
 
 
@@ -192,6 +197,7 @@ def _environment_problems(config: RunConfig, options: SubmitOptions) -> list[str
 
 
 def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) -> list[str]:
+    """Return a line for each local file that the config needs and the cluster would not have."""
     problems = []
     tree = config.model_dump()
     paths = [(name, tree[name.split(".")[0]][name.split(".")[1]]) for name in config.PATH_FIELDS]
@@ -220,7 +226,11 @@ def _path_problems(config: RunConfig, options: SubmitOptions, packed: set[str]) 
 
 
 def _pack(folder: Path) -> tuple[bytes, set[str]]:
-    """Zip a folder as Ray would, by .gitignore and .rayignore; return the zip and its names."""
+    """Zip a folder as Ray would, obeying .gitignore and .rayignore; return the zip and its names.
+
+    Raises:
+        ConfigError: links in it lead elsewhere.
+    """
     import logging
 
     from ray._private import ray_constants

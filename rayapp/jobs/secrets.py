@@ -26,6 +26,11 @@ class SecretError(RuntimeError):
     """A secret cannot be read; the message names it, never its value."""
 
 
+def encode(secrets: Mapping[str, str]) -> str:
+    """Return the value of VARIABLE: the references as JSON."""
+    return json.dumps(dict(secrets), sort_keys=True)
+
+
 def problems_of(secrets: Mapping[str, str]) -> list[str]:
     """Return a line for each entry that is not an ARN; the line does not show its value."""
     return [
