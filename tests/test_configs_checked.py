@@ -15,6 +15,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 
 from rayapp.__main__ import main
 from rayapp.config import Config, VisionConfig, load
+from rayapp.data.kinds import are_pairs, takes_template
 from rayapp.finetune import check as language
 from rayapp.model import gguf
 from rayapp.presets import PRESETS
@@ -95,6 +96,7 @@ def test_it_passes_the_checks_of_a_run(
         assert ready.source.files
         return
     ready = language.check(load(str(FOLDER / f"{name}.yaml"), more, kind), cores, 0)
-    assert ready.inputs[0].kind in ("text", "prompt", "chat")
-    if ready.inputs[0].kind == "chat":
+    kind_of_record = ready.inputs[0].kind
+    assert are_pairs(kind_of_record) == (ready.config.train.objective != "sft")
+    if takes_template(kind_of_record):
         assert ready.tokenizer.chat_template

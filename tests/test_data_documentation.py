@@ -21,7 +21,8 @@ from rayapp.order import Order
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 BEGIN, END = "<!-- made by the test -->\n", "<!-- end -->"
-ROW = re.compile(r"^\| ([^|]+) \| ((?:text|prompt|chat)[^|]*) \| `(\{.*\})` \|$", re.MULTILINE)
+KINDS = "text|prompt|chat|preference"
+ROW = re.compile(rf"^\| ([^|]+) \| ((?:{KINDS})[^|]*) \| `(\{{.*\}})` \|$", re.MULTILINE)
 FORMATS = {name: name for name in ("jsonl", "json", "csv", "tsv", "parquet", "arrow")}
 
 
@@ -87,7 +88,7 @@ def test_the_page_says_what_becomes_of_each_shape_in_each_format(
         "|---|" + "---|" * len(FORMATS),
     ]
     every = shapes()
-    assert len(every) == 10
+    assert len(every) == 14
     for name, (kinds, row) in every.items():
         for kind in kinds:
             cells = []

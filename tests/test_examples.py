@@ -99,6 +99,46 @@ def test_the_data_of_reminders_are_what_their_script_writes(tmp_path: Path) -> N
     assert not errands["held_out"] & errands["train"]
 
 
+def test_the_data_of_dates_are_what_their_script_writes(tmp_path: Path) -> None:
+    folder = FOLDER / "dates"
+    shutil.copy(folder / "make.py", tmp_path)
+    subprocess.run([sys.executable, str(tmp_path / "make.py")], check=True)
+    rows = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        rows[path.stem] = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = {name: {row["question"] for row in found} for name, found in rows.items()}
+    assert [len(asked[name]) for name in ("held_out", "train", "written")] == [48, 400, 32]
+    assert asked["written"] < asked["held_out"] and not asked["held_out"] & asked["train"]
+    for row in rows["train"]:
+        day, month, year = re.search(r"(\d+) ([A-Z]\w+) (\d{4})", row["chosen"]).groups()  # type: ignore[union-attr]
+        american = row["chosen"].replace(f"{day} {month} {year}", f"{month} {day}, {year}")
+        assert row["rejected"] == american != row["chosen"]
+
+
+@pytest.mark.full
+def test_a_real_model_learns_a_preference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M from the package index, in fewer steps than the config has."""
+    monkeypatch.chdir(ROOT)
+    likelier = {"path": str(FOLDER / "dates" / "held_out.jsonl"), "score": "choice"}
+    asked = {
+        "run.storage": str(tmp_path / "runs"),
+        "train.max_steps": "6",
+        "cluster.address": "local",
+        "eval.tasks": json.dumps({"likelier": likelier}),
+    }
+    options = [f"--{name}={value}" for name, value in asked.items()]
+    command = [sys.executable, "-m", "rayapp.finetune", "configs/smollm2_dpo.yaml", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S * 4)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "runs/smollm2-dpo/result.json").read_text())
+    scores = result["tasks"]["likelier"]
+    assert scores["before"]["value"] <= 0.1 and scores["after"]["value"] >= 0.9, done.stdout
+    assert result["eval_metrics"]["rewards/accuracies"] >= 0.9, result["eval_metrics"]
+    first = json.loads((tmp_path / "runs/smollm2-dpo/metrics.jsonl").read_text().split("\n")[0])
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.full
 def test_a_real_model_learns_reminders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M from the package index, in fewer steps than the config has."""
