@@ -88,7 +88,7 @@ def test_the_page_says_what_becomes_of_each_shape_in_each_format(
         "|---|" + "---|" * len(FORMATS),
     ]
     every = shapes()
-    assert len(every) == 14
+    assert len(every) == 15
     for name, (kinds, row) in every.items():
         for kind in kinds:
             cells = []

@@ -342,6 +342,12 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _preference(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     train = config.train
+    if train.sft_weight and train.objective in ("sft", "orpo"):
+        yield (
+            ("train.objective", "train.sft_weight"),
+            f"train.sft_weight={train.sft_weight} is in conflict: the loss of train.objective="
+            f"{train.objective} is or has the cross-entropy already. Remove it",
+        )
     if train.objective == "sft":
         return
     why = f"is in conflict: train.objective={train.objective} is a loss of pairs of answers"

@@ -89,16 +89,20 @@ def _problem_of_column(record: Row, name: str) -> str | None:
 
 def _problem_of_prompt(record: Row) -> str | None:
     for name in ("prompt", "completion"):
-        if isinstance(record[name], str) and AS_TEXT.match(record[name]):
-            return f"has a {name!r} that is a list of messages written as text"
-        if problem := _problem_of_column(record, name):
+        if problem := _problem_of_text_alone(record, name):
             return problem
     return None
 
 
+def _problem_of_text_alone(record: Row, name: str) -> str | None:
+    if isinstance(record[name], str) and AS_TEXT.match(record[name]):
+        return f"has a {name!r} that is a list of messages written as text"
+    return _problem_of_column(record, name)
+
+
 def _problem_of_preference(record: Row) -> str | None:
     for name in ("prompt", *ANSWERS):
-        if problem := _problem_of_column(record, name):
+        if problem := _problem_of_text_alone(record, name):
             return problem
     return _problem_of_answers(*(record[name] for name in ANSWERS))
 

@@ -61,7 +61,7 @@ class RecordShape:
     may: tuple[str, ...] = ()
     """Other columns that are used."""
     to: Mapping[RecordKind, Callable[[Row], Row]] = field(default_factory=dict)
-    """Conversions by kind; none to the kind of a standard record."""
+    """Conversions by kind; none for a standard record."""
     lists: bool = False
     """The columns hold lists of messages."""
 
@@ -190,6 +190,12 @@ def _pair_of_questions(row: Row) -> Row:
     )
 
 
+def _pair_alone(row: Row) -> Row:
+    if row.get("system"):
+        raise ShapeError("has a 'system': only a chat has one. Set data.kind=chat_preference")
+    return row
+
+
 def _pair_of_texts(row: Row) -> Row:
     """Take what both texts begin with, up to a space or line end, as the prompt of both."""
     chosen, rejected = (_text(row, name, needed=True) for name in ANSWERS)
@@ -235,7 +241,7 @@ SHAPES = (
         "preference",
         ("prompt", *ANSWERS),
         ("system",),
-        {"chat_preference": _pair_of_questions},
+        {"preference": _pair_alone, "chat_preference": _pair_of_questions},
     ),
     RecordShape(
         "pairs of answers",
@@ -303,8 +309,7 @@ def standard(row: Any, kind: RecordKind) -> Any:
     if isinstance(row, str) or not isinstance(row, Mapping):
         return row
     shape = shape_of(row, kind)
-    to = shape.to.get(kind) if shape is not None else None
-    return row if to is None else to(row)
+    return row if shape is None or not shape.to else shape.to[kind](row)
 
 
 def renamed(row: Any, columns: Mapping[str, str]) -> Any:
