@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from reference.made import bpe as chat_bpe
 from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
@@ -198,3 +199,75 @@ def test_words_and_lines_stay_whole_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 def test_problems_are_named(value: Any, kind: str, words: str) -> None:
     assert problem_of(value, kind) == words
     assert Renderer(bpe(), kind).document(value) == (None, words)
+
+
+# ---- Pairs of answers --------------------------------------------------------------------------
+
+
+def said(tokenizer: Any, record: rendering.Document) -> list[tuple[str, str]]:
+    """Return the text of each document that bears no loss, and the text that bears loss."""
+    found = []
+    for each in record:
+        tokens = [each.tokens[~each.loss].tolist(), each.tokens[each.loss].tolist()]
+        found.append((tokenizer.decode(tokens[0]), tokenizer.decode(tokens[1])))
+    return found
+
+
+def test_a_pair_is_two_documents_of_which_the_answers_bear_loss() -> None:
+    tokenizer = chat_bpe()
+    pair = {"prompt": "2 + 2 = ", "chosen": "4", "rejected": "5"}
+    document, note = Renderer(tokenizer, "preference").document(pair)
+    assert document is not None and note is None
+    assert said(tokenizer, document) == [("<s>2 + 2 = ", "4</s>"), ("<s>2 + 2 = ", "5</s>")]
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked = [*before, {"role": "user", "content": "c"}]
+    chats = {
+        name: [*asked, {"role": "assistant", "content": name}] for name in ("chosen", "rejected")
+    }
+    document, _ = Renderer(tokenizer, "chat_preference").document(chats)
+    assert document is not None
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert [(a.rstrip("\n"), b) for a, b in said(tokenizer, document)] == [
+        (prompt.rstrip("\n"), f"{name}<|im_end|>") for name in ("chosen", "rejected")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "has equal 'chosen' and 'rejected'"),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "has an empty 'chosen' answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "has a 'rejected' that is not text"),
+        ({"prompt": "[{'role': 'u'}]", "chosen": "b", "rejected": "c"}, "list of messages written"),
+    ],
+)
+def test_pairs_without_two_answers_are_refused(record: Any, problem: str) -> None:
+    document, why = Renderer(chat_bpe(), "preference").document(record)
+    assert document is None and why is not None and problem in why
+
+
+def test_chats_of_a_pair_ask_the_same() -> None:
+    user, other = ({"role": "user", "content": text} for text in "ab")
+    answers = [{"role": "assistant", "content": text} for text in "cd"]
+    for pair, problem in (
+        ({"chosen": [user, answers[0]], "rejected": [other, answers[1]]}, "different prompts"),
+        ({"chosen": [user, answers[0]], "rejected": [user]}, "no assistant message"),
+        ({"chosen": [user, answers[0], other], "rejected": [user, answers[1]]}, "do not end with"),
+        ({"chosen": [user, answers[0]], "rejected": [user, answers[0]]}, "has equal"),
+    ):
+        assert problem in str(problem_of(pair, "chat_preference"))
+
+
+def test_pairs_that_ask_the_same_are_held_out_together() -> None:
+    for kind, one in (
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (
+            "chat_preference",
+            {
+                name: [{"role": "user", "content": "a"}, {"content": name}]
+                for name in ("chosen", "rejected")
+            },
+        ),
+    ):
+        other = {**one, "rejected": [{"role": "user", "content": "a"}, {"content": "x"}]}
+        assert rendering.content_of(one, kind) == rendering.content_of(other, kind)  # type: ignore[arg-type]

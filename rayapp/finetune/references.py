@@ -120,7 +120,7 @@ class References:
         batches = sequential_batches(rows, size, rank, world, among=numbers)
         self.lm.as_reference, self.lm.reference_alone = nullcontext, True
         try:
-            loop.evaluate(engine, batches, measure)
+            loop.evaluate(engine, batches, measure, "computing the reference of the pairs")
         finally:
             self.lm.as_reference, self.lm.reference_alone = None, False
         found.pop(EMPTY, None)

@@ -330,7 +330,10 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int, bool]]:
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, batches: Iterable[Any], measure: Callable[[Any, int, Any], Mapping[Any, float]]
+    engine: Engine,
+    batches: Iterable[Any],
+    measure: Callable[[Any, int, Any], Mapping[Any, float]],
+    phase: str = "evaluating",
 ) -> dict[Any, float]:
     """Run the model in eval mode on all micro-batches; return what `measure` gives, summed.
 
@@ -340,7 +343,7 @@ def evaluate(
     Raises:
         Interrupted: the evaluation is interruptible, and the ranks leave; before a batch.
     """
-    engine.phases.begin("evaluating")
+    engine.phases.begin(phase)
     engine.model.eval()
     sums, names = list[torch.Tensor](), list[Any]()
     try:

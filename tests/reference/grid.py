@@ -81,12 +81,16 @@ def families(root: Path, every: int = 1) -> list[Run]:
 
 
 def compiled(root: Path) -> list[Run]:
-    """Return runs with compiled blocks on a mixture, on two workers: a dense model, and experts."""
+    """Return runs with compiled blocks: a dense model and experts on a mixture, and of pairs."""
     tokenizer, files = made.bpe(), made.make_data(root)
     fields = BASE | {"data.mixture": {str(files["text"]): 2, str(files["prompt"]): 1}}
     fields |= {"train.compile": True, "parallel.activation_checkpointing": "selective"}
     paths = {name: str(made.make_model(name, root, tokenizer)) for name in ("llama", "mixtral")}
-    return [Run(name, fields | {"model.path": paths[name]}, ((2, None),)) for name in paths]
+    runs = [Run(name, fields | {"model.path": paths[name]}, ((2, None),)) for name in paths]
+    pairs = BASE | {"data.path": str(files["pairs"]), "data.seq_len": 128, "data.bad_rows": 0.2}
+    pairs |= {"train.objective": "dpo", "train.compile": True, "train.tokens_per_step": 1024}
+    pairs |= {"model.path": paths["llama"], "model.lora": {"rank": 4, "alpha": 8}}
+    return [*runs, Run("dpo", pairs, ((1, None),))]
 
 
 def in_8_bits(root: Path) -> Run:
