@@ -175,9 +175,7 @@ def _of_losses(runs: Sequence[ReportedRun], places: Sequence[int]) -> list[Chart
         charts.append(_held(runs, places, "accuracy", "Held-out accuracy", axis, columns))
     for number, name in enumerate(own):
         chart = _held(runs, places, f"metric-{number}", name, name, {"value": name})
-        note = (
-            "A task of eval.tasks; or a function of eval.metrics or train.loss, on held-out data."
-        )
+        note = "A task of eval.tasks; or a figure of eval.metrics or of the loss, on held-out data."
         charts.append(replace(chart, note=note))
     return charts
 

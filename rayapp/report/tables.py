@@ -86,7 +86,8 @@ def _held_tiles(run: ReportedRun) -> list[Tile]:
         top1 = _tile("eval_top1", run.held_figure("eval_top1"), top5)
         return [top1, _tile("eval_loss", loss, run.unit.loss)]
     per_byte = text("loss", run.held_figure("eval_loss_per_byte"))
-    return [_tile("eval_loss", loss, f"{per_byte} per byte, {step}")]
+    per = run.unit.loss if run.unit.divisor else f"{per_byte} per byte"
+    return [_tile("eval_loss", loss, f"{per}, {step}")]
 
 
 def _cost_note(run: ReportedRun) -> str:
