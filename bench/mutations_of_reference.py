@@ -9,7 +9,7 @@ from __future__ import annotations
 from mutated import Mutation
 
 NAMED = "tests/test_reference.py -k named"
-SEEN_BY_ONE = "objective, loss = self.loss(hidden, weight, labels, bias=bias, **more)"
+SEEN_BY_ONE = "objective, loss, *figures = self.loss(hidden, weight, labels, bias=bias, **more)"
 PLAIN_ENTROPY = (
     SEEN_BY_ONE + "\n        if weight is None: objective = nn.functional.cross_entropy("
     'hidden.float().flatten(0, -2), labels.flatten(), reduction="sum"); loss = objective.detach()'

@@ -134,7 +134,7 @@ ROWS = (
     Mutation(
         "segments-without-end",
         PACKING,
-        "if free and held[row] < MAX_SEGMENTS:",
+        "if free and held[row] < most:",
         "if free:",
         "tests/test_data_packing.py",
     ),
@@ -169,7 +169,7 @@ ROWS = (
     Mutation(
         "held-out-rows-twice",
         DATA_ROWS,
-        "ids = np.where(ids < len(rows), ids, EMPTY)",
+        "ids = np.where(ids < among.stop, ids, EMPTY)",
         "ids = ids % max(len(rows), 1)",
         "tests/test_data_stream.py -k sequential",
     ),

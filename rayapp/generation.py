@@ -204,8 +204,9 @@ def load(run: str) -> Loaded:
         if adapter:
             model = _adapted(run, path, stack)
         else:
-            how = {"dtype": "auto", "trust_remote_code": False}
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, **how)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype="auto", trust_remote_code=False
+            )
         device = "cuda" if torch.cuda.is_available() else "cpu"
         kind = str(config.get("data", {}).get("kind"))
         chats = bool(tokenizer.chat_template) and takes_template(kind)

@@ -199,7 +199,7 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         rows_of(0, {name: array[None] for name, array in batch.items()})
         for batch in everything[-HELD_OUT:][rank::world]
     ]
-    loss = held_out_losses(engine, held_out, parts.head)["eval_loss"]
+    loss = held_out_losses(engine, held_out, parts)["eval_loss"]
     assert loss is not None
     return [*losses, loss]
 

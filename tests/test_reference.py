@@ -51,7 +51,8 @@ def test_preferences_train_what_their_configs_say(runs: slice, tmp_path: Path) -
     for name in done.keys() & {"dpo", "dpo-adapters", "dpo-experts", "dpo-dora"}:
         first, *_, last = done[name].metrics
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5) < last["rewards/margins"]
+        assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+        assert last["rewards/margins"] > 0.01
 
 
 @pytest.mark.parametrize(

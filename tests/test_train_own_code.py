@@ -259,12 +259,15 @@ def test_an_evaluation_has_the_metrics_that_have_failed_on_no_rank(
     hidden, weight, labels, bias = drawn()
     names = ["test_train_own_code:failing", "test_train_own_code:nats"]
     head = OutputHead(from_dict({"eval": {"metrics": names}}))
-    batch: Any = SimpleNamespace(labels=labels.numpy()[None], target_bytes=np.ones((1, 2, 9)))
+    counts = {"labels": labels.numpy()[None], "target_bytes": np.ones((1, 2, 9))}
+    weights = (counts["labels"] != IGNORE).sum(-1)
+    batch: Any = SimpleNamespace(**counts, weights=lambda: weights)
+    parts: Any = SimpleNamespace(head=head, lm=SimpleNamespace(take_sums=dict))
 
     def evaluate(engine: Any, batches: Any, measure: Any) -> dict[Any, float]:
         both = [measure(each, 0, head(hidden, weight, labels, bias)) for each in batches]
         return {name: sum(found[name] for found in both) for name in both[0]}
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
-    found = held_out_losses(None, [batch, batch], head)  # type: ignore[arg-type]
+    found = held_out_losses(None, [batch, batch], parts)  # type: ignore[arg-type]
     assert found["eval_metrics"] == {"nats": pytest.approx(found["eval_loss"])}
