@@ -291,7 +291,8 @@ def held_out_losses(
             "targets": float((batch.labels[i] != IGNORE).sum()),
             "bytes": float(batch.target_bytes[i].sum()),
         }
-        sums |= {("pairs", name): float(sum) for name, sum in parts.lm.take_sums().items()}
+        if head.of_pairs is not None:
+            sums |= {("pairs", name): float(sum) for name, sum in parts.lm.take_sums().items()}
         if names:
             each = zip(names, output[2].tolist(), batch.of_source()[:, i], strict=True)
             for name, nats, mine in each:
