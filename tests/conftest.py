@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,10 @@ from patience import PATIENCE_S
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, Ray has it so
 
 CEPH = pytest.param("ceph", marks=pytest.mark.full)
+
+# Seconds since 1970 until which tests that `make test` leaves out begin. `.ci/run` sets it, which
+# ends after a fixed time on machines of any speed.
+UNTIL = float(os.environ.get("FULL_TESTS_UNTIL", "inf"))
 
 # What takes minutes goes first, so that the workers of pytest-xdist end together.
 LONG = (
@@ -63,9 +69,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by LONG."""
+    """Sort by LONG; the other way round where time may run out."""
     order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    limited = math.isfinite(UNTIL) and all(item.get_closest_marker("full") for item in items)
+    items.sort(key=lambda item: order.get(item.path.name, len(order)), reverse=limited)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin too late, before its fixtures are made."""
+    if item.get_closest_marker("full") and time.time() > UNTIL:
+        pytest.skip("no time is left on this machine (FULL_TESTS_UNTIL); `make test-full` runs it")
 
 
 def command_of(process: psutil.Process) -> list[str]:

@@ -98,6 +98,7 @@ DataKind = Literal["auto", RecordKind]
 PairObjective = Literal["dpo", "ipo", "orpo", "simpo"]
 Objective = Literal["sft", PairObjective]
 WITH_REFERENCE: tuple[Objective, ...] = ("dpo", "ipo")
+Reference = Literal["adapters off", "computed before"]
 Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(none_or)]

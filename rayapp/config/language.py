@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 
 from rayapp.config.fields import (
     ABOUT_PAIRS,
+    WITH_REFERENCE,
     AutoBool,
     AutoFloat,
     AutoInt,
@@ -20,6 +21,7 @@ from rayapp.config.fields import (
     OptionalFloat,
     OptionalInt,
     OptionalStr,
+    Reference,
     Section,
     Text,
     Texts,
@@ -258,6 +260,17 @@ class Config(RunConfig):
         of_pairs = self.train.objective != "sft"
         known = super().evaluated | (dict.fromkeys(ABOUT_PAIRS, True) if of_pairs else {})
         return known | {name: task.score not in LOSSES for name, task in tasks}
+
+    def reference(self, adapter: object = None) -> Reference | None:
+        """Return where preferences have their reference from, None without one.
+
+        `adapter` is what model.path holds of one, None if it is a base model.
+        """
+        if self.train.objective not in WITH_REFERENCE:
+            return None
+        intact = self.origin is None and (adapter is None or self.model.adapter == "merge")
+        new = self.model.lora is not None and not self.model.new_tokens
+        return "adapters off" if new and intact else "computed before"
 
     def conflicts(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield (fields, problem) for conflicts between fields that are each valid alone."""

@@ -122,10 +122,6 @@ class StepRows:
             if position != EMPTY
         )
 
-    def weight(self, i: int, j: int) -> int:
-        """Return the divisor of one row's loss: its loss-bearing labels, or its pairs."""
-        return int(self.weights()[i, j])
-
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
         """Return what the model takes of a micro-batch, or of some of its rows.
 

@@ -27,7 +27,6 @@ from rayapp.driver.ray_session import fastest_precision
 from rayapp.finetune import auto
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.model_parts import model_shape, technique_problems
-from rayapp.finetune.references import computed_before
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, length_problem, tokenizer_of, tokens_of, vocabulary_of
@@ -232,7 +231,7 @@ def _objective_problems(
                 "train.objective=sft, or name their columns in data.columns"
             )
     windows = config.data.window_bytes is not None
-    if windows and base is not None and computed_before(config, base):
+    if windows and base is not None and config.reference(base.adapter) == "computed before":
         problems.append(
             f"data.window_bytes={config.data.window_bytes} is in conflict: train.objective="
             f"{objective} computes the reference's log-probabilities of all rows before the first "

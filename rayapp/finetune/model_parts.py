@@ -18,10 +18,8 @@ from torch._dynamo.exc import TorchDynamoException
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
-from rayapp.config.fields import WITH_REFERENCE
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
-from rayapp.finetune.references import by_switch
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -140,7 +138,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         router_weight=config.train.router_loss,
     )
     lm.shows_objective = config.train.loss is not None
-    if config.train.objective in WITH_REFERENCE and by_switch(config, source):
+    if config.reference(source.adapter) == "adapters off":
         lm.as_reference = partial(model.without_adapters, lm.hf)
     # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;

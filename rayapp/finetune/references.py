@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from xxhash import xxh3_64
 
-from rayapp.config import Config
-from rayapp.config.fields import WITH_REFERENCE
 from rayapp.data.prepared import SPLITS
 from rayapp.data.token_rows import (
     CHECKSUM,
@@ -34,7 +32,7 @@ from rayapp.data.token_rows import (
     sequential_batches,
     with_checksums,
 )
-from rayapp.model import LanguageModel, ModelSource, whole_of
+from rayapp.model import LanguageModel, whole_of
 from rayapp.order import EMPTY
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import loop
@@ -43,18 +41,6 @@ from rayapp.train.spec import LanguageSpec
 
 NAMED = "reference.txt"  # in the run's folder: the digest of the weights that it started with
 Sums = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def by_switch(config: Config, source: ModelSource) -> bool:
-    """Return whether the model with its adapters off is the one that the run starts from."""
-    new = config.model.lora is not None and not config.model.new_tokens
-    merged = source.adapter is None or config.model.adapter == "merge"
-    return new and merged and config.origin is None
-
-
-def computed_before(config: Config, source: ModelSource) -> bool:
-    """Return whether the run computes the reference before its first step."""
-    return config.train.objective in WITH_REFERENCE and not by_switch(config, source)
 
 
 class References:

@@ -31,7 +31,7 @@ from rayapp.finetune.model_parts import (
     exact_base,
     make_parts,
 )
-from rayapp.finetune.references import References, computed_before
+from rayapp.finetune.references import References
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
 from rayapp.model.sharding import find_blocks
@@ -69,7 +69,7 @@ class LanguageTrainer(Trainer):
         self.parts = make_parts(spec, device)
         assert len(self.parts.head.columns) == spec.data.columns, "rows of another train.loss"
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
-        before = computed_before(spec.config, self.parts.source)
+        before = spec.config.reference(self.parts.source.adapter) == "computed before"
         self.references = References(spec, self.parts.lm) if before else None
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rayapp import hardware
 from rayapp.config import Config, ConfigError, Lora, RunConfig, VisionConfig
-from rayapp.config.fields import IMAGES, TOKENS, WITH_REFERENCE, Unit
+from rayapp.config.fields import IMAGES, TOKENS, Unit
 from rayapp.config.language import Precision
 from rayapp.hardware import Instance, UnknownInstance
 from rayapp.planner.image_memory import ImageLayout, image_layout
@@ -247,7 +247,7 @@ def _language_layout(
         compiled=bool(train.compile),
         loss_chunk=train.loss_chunk,
         pairs=train.objective != "sft",
-        reference=train.objective in WITH_REFERENCE and lora is not None,
+        reference=config.reference() == "adapters off",
         lora_rank=lora.rank if lora else None,
         lora_targets=lora.targets if lora else (),
         lora_experts=lora.target_parameters if lora else (),

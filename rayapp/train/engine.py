@@ -40,8 +40,8 @@ class Batch(Protocol):
     def digest(self) -> int:
         """Return the sum of the rows' digests, to be summed over ranks."""
 
-    def weight(self, i: int, j: int) -> int:
-        """Return the weight of row j of micro-batch i, which divides the loss of this row alone."""
+    def weights(self) -> np.ndarray[Any, Any]:
+        """Return what divides the loss of each row alone, int64 [m, b]."""
 
     def inputs(self, i: int, rows: slice = slice(None)) -> Mapping[str, object]:
         """Return the model's inputs (arrays and numbers) for micro-batch i or some of its rows."""

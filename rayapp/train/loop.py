@@ -316,12 +316,12 @@ def worst_rows(engine: Engine, batch: Batch) -> list[tuple[float, int, bool]]:
     The loss is in nats per token or image of the row, worst first; losses that are not finite come
     first. The last says whether the objective is finite.
     """
-    losses = []
+    losses, weights = [], batch.weights()
     for (i, j), row in np.ndenumerate(batch.rows):
         objective, loss, *_ = engine.model(**inputs(batch, i, engine.device, slice(j, j + 1)))
         if row >= 0:
             is_finite = math.isfinite(float(objective))
-            losses.append((float(loss) / max(batch.weight(i, j), 1), int(row), is_finite))
+            losses.append((float(loss) / max(int(weights[i, j]), 1), int(row), is_finite))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, losses, group=engine.control)
     rows = [each for part in gathered for each in part]

@@ -56,8 +56,8 @@ class StepImages:
     def digest(self) -> int:
         return sum(self.digests.ravel().tolist())
 
-    def weight(self, i: int, j: int) -> int:
-        return 1
+    def weights(self) -> np.ndarray[Any, Any]:
+        return np.ones(self.rows.shape, np.int64)
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
         """Return the model's inputs for (some rows of) a micro-batch, without empty slots."""
