@@ -17,7 +17,7 @@ from rayapp.data import tokens
 from rayapp.train.preference import PreferenceLoss
 
 STEPS, PAIRS, LR = 20, 4, 1e-3
-SETTINGS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}  # beta
+SETTINGS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # beta
 
 
 def pairs_in(root: Path) -> Path:
@@ -33,6 +33,19 @@ def pairs_in(root: Path) -> Path:
         for n in range(STEPS * PAIRS)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def answers_in(root: Path) -> Path:
+    """Write the same prompts, each with one of its answers and whether it is good."""
+    records = [json.loads(line) for line in pairs_in(root).read_text().splitlines()]
+    draw, path = random.Random(4), root / "answers.jsonl"
+    lines = []
+    for record in records:
+        label = draw.random() < 0.6
+        answer = record["chosen" if label else "rejected"]
+        lines.append({"prompt": record["prompt"], "completion": answer, "label": label})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
@@ -53,14 +66,16 @@ def ours(root: Path, folder: Path, data: Path, objective: str) -> product.Done:
         "train.objective": objective,
         "train.beta": SETTINGS[objective],
     }
+    if objective == "kto":
+        fields["train.undesirable_weight"] = 1.5
     return product.run([product.Run(objective, fields, ((2, None),))], root)[objective]
 
 
-def trainer_of(objective: str, folder: Path, records: list[dict[str, str]], out: Path) -> Any:
+def trainer_of(objective: str, folder: Path, records: list[dict[str, Any]], out: Path) -> Any:
     """Return TRL's trainer at the same settings, which takes the records in their order."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     shared: dict[str, Any] = {
@@ -87,6 +102,9 @@ def trainer_of(objective: str, folder: Path, records: list[dict[str, str]], out:
     if objective == "simpo":
         more = {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}
         kind, args = CPOTrainer, CPOConfig(**shared, **more)
+    elif objective == "kto":
+        args = KTOConfig(**shared, train_sampling_strategy="sequential", undesirable_weight=1.5)
+        kind = KTOTrainer
     else:
         loss = {"dpo": "sigmoid", "ipo": "ipo"}[objective]
         kind, args = DPOTrainer, DPOConfig(**shared, loss_type=[loss])
@@ -105,11 +123,20 @@ def trainer_of(objective: str, folder: Path, records: list[dict[str, str]], out:
 @pytest.mark.parametrize("objective", SETTINGS)
 def test_trl_has_the_same_losses_and_gradients(objective: str, tmp_path: Path) -> None:
     tokenizer = tokens.byte_tokenizer()
-    folder, data = made.make_model("llama", tmp_path, tokenizer), pairs_in(tmp_path)
+    folder = made.make_model("llama", tmp_path, tokenizer)
+    data = (answers_in if objective == "kto" else pairs_in)(tmp_path)
     done = ours(tmp_path, folder, data, objective)
     records = [json.loads(line) for line in data.read_text().splitlines()]
-    order = [int(row) for step in range(STEPS) for row in done.spec.order.rows(step)]
+    # The first labelled answer is crossed with the last, and so its row comes last.
+    first = int(objective == "kto")
+    rows = [int(row) for step in range(STEPS) for row in done.spec.order.rows(step)]
+    order = [(row + first) % len(rows) for row in rows]
     trainer = trainer_of(objective, folder, [records[row] for row in order], tmp_path / "trl")
+    if objective == "kto":  # ours are answers of the record before; its own are of its batch
+        answers = dict(zip(order, trainer.train_dataset["completion_ids"], strict=True))
+        others = [answers[(row - 1) % len(order)] for row in order]
+        dataset = trainer.train_dataset.remove_columns("KL_completion_ids")
+        trainer.train_dataset = dataset.add_column("KL_completion_ids", others)
     losses, compute = list[float](), trainer.compute_loss
 
     def kept(*args: Any, **more: Any) -> Any:
@@ -124,11 +151,13 @@ def test_trl_has_the_same_losses_and_gradients(objective: str, tmp_path: Path) -
     assert [line["loss"] for line in done.metrics] == pytest.approx(losses, abs=1e-4, rel=1e-5)
     norms = [line["grad_norm"] for line in log]
     assert [line["grad_norm"] for line in done.metrics] == pytest.approx(norms, rel=1e-3)
-    for name in ("rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/rejected"):
-        theirs = [line[name] for line in log]
+    shown = ["rewards/chosen", "rewards/margins", "logps/rejected"]
+    for name in [*shown, "kl" if objective == "kto" else "rewards/accuracies"]:
+        theirs = [line.get(name) for line in log]
         if objective == "simpo" and name.startswith("logps"):  # TRL's are means over tokens
             continue
-        assert [line[name] for line in done.metrics] == pytest.approx(theirs, abs=2e-3), name
+        ours_now = [line.get(name) for line in done.metrics]  # none of a step without such answers
+        assert ours_now == [each and pytest.approx(each, abs=2e-3) for each in theirs], name
 
 
 def test_the_odds_ratio_is_trl_s() -> None:
@@ -164,8 +193,9 @@ def test_what_a_loss_of_pairs_does_not_take(fields: dict[str, Any], problem: str
 def test_objectives_and_records_that_do_not_fit(tmp_path: Path) -> None:
     files = made.make_data(tmp_path)
     for objective, name, problem in (
-        ("sft", "pairs", "holds pairs of a chosen and a rejected answer. Set train.objective=dpo"),
-        ("dpo", "text", "are text, not pairs with the columns chosen and rejected"),
+        ("sft", "pairs", "are preference. Set train.objective=dpo, or data.kind"),
+        ("dpo", "text", "are text. Set train.objective=sft, or data.kind to another kind, or name"),
+        ("kto", "pairs", "are preference. Set train.objective=dpo, or data.kind to another kind"),
     ):
         fields = {"data.path": str(files[name]), "train.objective": objective}
         with pytest.raises(ConfigError, match=problem):

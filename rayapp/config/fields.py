@@ -93,12 +93,15 @@ def _truth_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, (bool, str)) else value
 
 
-RecordKind = Literal["text", "prompt", "chat", "preference", "chat_preference"]
+RecordKind = Literal[
+    "text", "prompt", "chat", "preference", "chat_preference", "unpaired", "chat_unpaired"
+]
 DataKind = Literal["auto", RecordKind]
-PairObjective = Literal["dpo", "ipo", "orpo", "simpo"]
+PairObjective = Literal["dpo", "ipo", "orpo", "simpo", "kto"]
 Objective = Literal["sft", PairObjective]
-WITH_REFERENCE: tuple[Objective, ...] = ("dpo", "ipo")
+WITH_REFERENCE: tuple[Objective, ...] = ("dpo", "ipo", "kto")
 Reference = Literal["adapters off", "computed before"]
+LABEL = "label"  # of kto: the column that says whether an answer is good
 Text = Annotated[str, Field(min_length=1)]
 OptionalStr = Annotated[str | None, BeforeValidator(none_or)]
 OptionalInt = Annotated[int | None, BeforeValidator(none_or)]

@@ -85,7 +85,8 @@ class Data(Section):
     which yields records. auto: detect the format from the file names and the first bytes."""
     kind: DataKind = "auto"
     """Kind of the records: text, prompt (with completion) or chat; preference: pairs of answers as
-    texts, chat_preference: as chats. auto: detect the kind from the columns (docs/data.md)."""
+    texts, chat_preference: as chats; unpaired, chat_unpaired: answers that are good or bad. auto:
+    detect the kind from the columns (docs/data.md)."""
     columns: Annotated[dict[str, Text], BeforeValidator(mapping)] = Field(default_factory=dict)
     """Known column names and your names for them, e.g. `{question: problem, answer: solution}`."""
     chat_template: OptionalStr = None
@@ -130,14 +131,17 @@ class Train(TrainSection):
     expects to fit into memory; it is halved after a step that runs out of memory."""
     objective: Objective = "sft"
     """sft: the cross-entropy of the labels. dpo, ipo, orpo, simpo: the loss of pairs of a chosen
-    and a rejected answer (docs/preference.md)."""
+    and a rejected answer. kto: the loss of answers that are good or bad (docs/preference.md)."""
     beta: float = Field(default=0.1, gt=0)
-    """Strength of the preference: dpo, ipo and simpo scale the log-probabilities by it, orpo weighs
-    the odds ratio with it. The papers use 0.1 for dpo, ipo and orpo, and 2 to 10 for simpo."""
+    """Strength of the preference: orpo weighs the odds ratio with it, the others scale the
+    log-probabilities by it. The papers use 0.1, and 2 to 10 for simpo."""
     margin: float = Field(default=0.5, ge=0)
     """Margin between the rewards of the two answers that simpo asks for (its gamma)."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the chosen answer's mean cross-entropy, added to dpo, ipo or simpo; orpo has it."""
+    undesirable_weight: float = Field(default=1.0, gt=0)
+    """Weight of the bad answers in kto; the good ones have 1. Set the number of good answers over
+    that of bad ones where one of the two is rare."""
     optimizer: OptimizerName = "adamw"
     """adamw8bit: AdamW with 8-bit moments (torchao). muon: Muon for the matrices of the blocks and
     AdamW for all other parameters, with the same lr."""
@@ -355,15 +359,15 @@ def _techniques(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def _preference(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     train = config.train
-    if train.sft_weight and train.objective in ("sft", "orpo"):
+    if train.sft_weight and train.objective not in ("dpo", "ipo", "simpo"):
         yield (
             ("train.objective", "train.sft_weight"),
-            f"train.sft_weight={train.sft_weight} is in conflict: the loss of train.objective="
-            f"{train.objective} is or has the cross-entropy already. Remove it",
+            f"train.sft_weight={train.sft_weight} is in conflict: only dpo, ipo and simpo take it. "
+            "Remove it",
         )
     if train.objective == "sft":
         return
-    why = f"is in conflict: train.objective={train.objective} is a loss of pairs of answers"
+    why = f"is in conflict: train.objective={train.objective} is a loss of whole answers"
     others = {
         "loss": (train.loss is not None, f"train.loss={train.loss}"),
         "z_loss": (train.z_loss > 0, f"train.z_loss={train.z_loss}"),

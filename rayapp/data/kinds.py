@@ -39,8 +39,10 @@ class KindOfRecord:
     """Return the messages of a valid record, which a chat template renders. None: every column is
     a text, and no template is used."""
     asks: Callable[[Row], Any] | None = None
-    """Of pairs of a chosen and a rejected answer: return what both answer. Records that ask the
-    same are all trained on, or all held out. None: a record is no pair."""
+    """Of preferences: return what the answers of a record answer. Records that ask the same are all
+    trained on, or all held out. None: a record tells no preference."""
+    labelled: bool = False
+    """Of preferences: a record has one answer, and `label` says whether it is good."""
 
 
 def problem_of(value: Any, kind: RecordKind) -> str | None:
@@ -70,9 +72,15 @@ def texts_of(value: Any, kind: RecordKind) -> list[str]:
 
 
 def are_pairs(kind: str) -> bool:
-    """Return whether each record of a kind has a chosen and a rejected answer."""
+    """Return whether the documents of a kind come in pairs: the record tells a preference."""
     found = KINDS.get(cast(RecordKind, kind))
     return found is not None and found.asks is not None
+
+
+def are_labelled(kind: str) -> bool:
+    """Return whether a record of a kind has one answer, which is good or bad."""
+    found = KINDS.get(cast(RecordKind, kind))
+    return found is not None and found.labelled
 
 
 def takes_template(kind: str) -> bool:
@@ -126,6 +134,23 @@ def _problem_of_chat_preference(record: Row) -> str | None:
     if any(message.get(name) for message in last for name in SPEAKING):
         return EQUAL if last[0] == last[1] else None
     return _problem_of_answers(*map(said_by, last))
+
+
+def _problem_of_unpaired(record: Row) -> str | None:
+    return _problem_of_prompt(record) or _problem_of_answer(record["completion"])
+
+
+def _problem_of_chat_unpaired(record: Row) -> str | None:
+    if problem := _problem_of_chat(record):
+        return problem
+    last = record["messages"][-1]
+    if last["role"] != "assistant":
+        return "has messages that do not end with the assistant's"
+    return None if any(map(last.get, SPEAKING)) else _problem_of_answer(said_by(last))
+
+
+def _problem_of_answer(answer: str) -> str | None:
+    return None if answer.strip() else "has an empty answer"
 
 
 def _asked(record: Row) -> list[Row]:
@@ -211,5 +236,20 @@ KINDS: Mapping[RecordKind, KindOfRecord] = {
         _problem_of_chat_preference,
         lambda record: [*record["chosen"], *record["rejected"]],
         _asked,
+    ),
+    "unpaired": KindOfRecord(
+        ("prompt", "completion"),
+        1,
+        _problem_of_unpaired,
+        asks=lambda record: record["prompt"],
+        labelled=True,
+    ),
+    "chat_unpaired": KindOfRecord(
+        ("messages",),
+        1,
+        _problem_of_chat_unpaired,
+        lambda record: record["messages"],
+        lambda record: list(record["messages"][:-1]),
+        labelled=True,
     ),
 }

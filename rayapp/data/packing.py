@@ -38,7 +38,8 @@ MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 
 # document  what a user wrote: tokens, with BOS and EOS where the tokenizer wants them
 # position  one (input, label) pair of a document, or one place of a row
-# pair      a chosen and a rejected document end to end, which are packed as one and never cut
+# pair      a chosen and a rejected document end to end, which are packed as one and never cut; or
+#           a document whose answer is good or bad, and its prompt with the answer to another one
 # piece     at most seq_len positions of one document, laid into a row in one stretch
 # segment   the number of a piece within its row: 1, 2, ...; 0 is padding. Of the k-th pair of a
 #           row, 2k - 1 is the chosen document and 2k the rejected one
@@ -204,6 +205,14 @@ def joined(chosen: Document, rejected: Document, seq_len: int, truncate: bool) -
     document = Document(tokens, loss, num_bytes)
     cut = too_many + 1 + seq_len - len(document.tokens)
     return Pair(document, len(parts[0][0]), cut) if len(document.tokens) <= seq_len + 1 else None
+
+
+def crossed(asked: Document, answered: Document) -> Document:
+    """Return the prompt of the first document with the answer of the second."""
+    ends = [int(each.loss.argmax()) for each in (asked, answered)]
+    names = "tokens", "loss", "num_bytes"
+    parts = [(getattr(asked, n)[: ends[0]], getattr(answered, n)[ends[1] :]) for n in names]
+    return Document(*map(np.concatenate, parts))
 
 
 def lay_out(

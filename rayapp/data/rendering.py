@@ -2,8 +2,8 @@
 
     document, problem = Renderer(load_tokenizer(folder), "chat").document({"messages": [...]})
 
-In `text` every token bears loss, in `prompt` those of the completion, in both kinds of preference
-those of the two answers, of which each has a document. Both kinds begin with the
+In `text` every token bears loss, in `prompt` those of the completion, in preferences those of each
+answer, which has a document of its own. Documents of texts begin with the
 tokens that the tokenizer puts before a text (BOS), and end with one end-of-text token, which bears
 loss too. In `chat` the assistant's tokens bear loss; the template writes begin and end.
 """
@@ -103,7 +103,7 @@ class Renderer:
         match self.kind:
             case "text":
                 made = self._texts([v if isinstance(v, str) else v["text"] for v in good])
-            case "prompt":
+            case "prompt" | "unpaired":
                 made = self._prompts(good)
             case "chat":
                 made = self._chats(good)
@@ -111,6 +111,8 @@ class Renderer:
                 made = _paired(
                     self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS])
                 )
+            case "chat_unpaired":
+                made = self._chats([{**v, "messages": _last_alone(v["messages"])} for v in good])
             case "chat_preference":
                 each = [{**v, "messages": _last_alone(v[name])} for v in good for name in ANSWERS]
                 made = _paired(self._chats(each))

@@ -66,10 +66,14 @@ class RecordShape:
     """The columns hold lists of messages."""
 
     def fits(self, row: Row) -> bool:
-        """Return whether a row has these columns, with lists where they must be."""
+        """Return whether a row has these columns, with lists where they must be.
+
+        A `label` that is neither true nor false is some other column of the user's.
+        """
         if not all(name in row for name in self.needs):
             return False
-        return not self.lists or all(isinstance(row[name], list) for name in self.needs)
+        types = {"label": bool} | (dict.fromkeys(self.needs[:2], list) if self.lists else {})
+        return all(isinstance(row[name], types.get(name, object)) for name in self.needs)
 
 
 def _text(row: Row, name: str, needed: bool = False) -> str:
@@ -164,6 +168,15 @@ def _of_turns(row: Row) -> Row:
     return _chat(row, [*prompt, *row["completion"]])
 
 
+def _answer_of_turns(row: Row) -> Row:
+    return {**_of_turns(row), "label": row["label"]}
+
+
+def _answer_of_question(row: Row) -> Row:
+    texts = (_text(row, name, needed=True) for name in ("prompt", "completion"))
+    return {**_chat(row, _pair(*texts)), "label": row["label"]}
+
+
 def _pair_of_turns(row: Row) -> Row:
     """Put the prompt, messages or a text, before the two answers, unless these repeat it."""
     prompt = row.get("prompt") or []
@@ -190,9 +203,9 @@ def _pair_of_questions(row: Row) -> Row:
     )
 
 
-def _pair_alone(row: Row) -> Row:
+def _without_system(row: Row) -> Row:
     if row.get("system"):
-        raise ShapeError("has a 'system': only a chat has one. Set data.kind=chat_preference")
+        raise ShapeError("has a 'system': only a chat has one. Set data.kind to that of chats")
     return row
 
 
@@ -241,7 +254,7 @@ SHAPES = (
         "preference",
         ("prompt", *ANSWERS),
         ("system",),
-        {"preference": _pair_alone, "chat_preference": _pair_of_questions},
+        {"preference": _without_system, "chat_preference": _pair_of_questions},
     ),
     RecordShape(
         "pairs of answers",
@@ -257,6 +270,21 @@ SHAPES = (
         ("instruction", "completions"),
         ("system",),
         {"chat_preference": _pair_of_scored},
+    ),
+    RecordShape(
+        "labelled chats",
+        "chat_unpaired",
+        ("prompt", "completion", "label"),
+        (*OF_CHATS, "system"),
+        {"chat_unpaired": _answer_of_turns},
+        True,
+    ),
+    RecordShape(
+        "labelled answers",
+        "unpaired",
+        ("prompt", "completion", "label"),
+        ("system",),
+        {"unpaired": _without_system, "chat_unpaired": _answer_of_question},
     ),
     RecordShape("messages", "chat", ("messages",), OF_CHATS),
     RecordShape(
@@ -344,7 +372,7 @@ def number_in(row: Any, name: str) -> float:
 def _number(value: Any) -> float | None:
     """Return a finite number that float32 holds, also of text; None for all else."""
     try:
-        number = np.nan if isinstance(value, bool) else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) <= LARGEST else None

@@ -301,9 +301,9 @@ def steps(
     source_ends: tuple[int, ...] = (),
     pairs: bool = False,
 ) -> Iterator[StepRows]:
-    """Yield this rank's steps from its part of the stream; the last two are as in StepRows."""
+    """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
     for step, arrays, ends in parts(shard, micro_batch, num_micro_batches):
-        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends, pairs=pairs)
+        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends, group=2 * pairs)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

@@ -79,8 +79,8 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         return None, [text.replace("data.path=", f"{field}=", 1)]
     if are_pairs(found.kind):
         return None, [
-            f"{field}={task.path} holds pairs of answers, and a task has one right answer. Give "
-            "prompts with completions, or chats; held-out pairs are evaluated without a task"
+            f"{field}={task.path} holds preferences, and a task has one right answer. Give "
+            "prompts with completions, or chats; held-out preferences are evaluated without a task"
         ]
     if found.kind == "text" and task.score != "loss":
         return None, [
@@ -204,7 +204,7 @@ def asked_and_wanted(record: Mapping[str, Any], kind: RecordKind) -> tuple[str, 
         case "chat":
             *before, answer = record["messages"]
             return said_by(before[-1]) if before else "", said_by(answer)
-        case "preference" | "chat_preference":
+        case "preference" | "chat_preference" | "unpaired" | "chat_unpaired":
             raise AssertionError("read_records refuses pairs")
     assert_never(kind)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,15 +83,17 @@ class StepRows:
     """Whether the rows of the next step come in another block; the same on all ranks"""
     values: np.ndarray[Any, Any] | None = None
     """float32 [m, b, columns, S]: the numbers of each position's record; None without columns"""
-    pairs: bool = False
-    """Whether the documents of a row are chosen and rejected ones in turn"""
+    group: int = 0
+    """Of preferences: the documents in turn that divide the loss as one, 2 of pairs; else 0"""
     reference: np.ndarray[Any, Any] | None = None
-    """float32 [m, b, documents]: of pairs, the reference's log-probability of each answer"""
+    """float32 [m, b, documents]: of preferences, the reference's log-probability of each answer"""
+    kl: float | None = None
+    """Of kto: the divergence from the reference, in nats"""
 
     def weights(self) -> np.ndarray[Any, Any]:
-        """Return what divides the loss of each row, int64 [m, b]: its labels, or its pairs."""
-        if self.pairs:
-            return self.segments.max(-1, initial=0).astype(np.int64) // 2
+        """Return what divides the loss of each row, int64 [m, b]: its labels, or its groups."""
+        if self.group:
+            return self.segments.max(-1, initial=0).astype(np.int64) // self.group
         return (self.labels != IGNORE).sum(-1)
 
     def counts(self) -> StepCounts:
@@ -122,20 +124,44 @@ class StepRows:
             if position != EMPTY
         )
 
-    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any] | int]:
+    def firsts(self) -> StepRows:
+        """Return the first document of each pair alone, in rows that are some eighths shorter."""
+        keep, size = self.segments % 2 == 1, self.segments.shape[-1]  # [m, b, S]
+        eighth = -(-size // 8)
+        width = min(size, -(-int(keep.sum(-1).max(initial=1)) // eighth) * eighth)
+        places = np.argsort(~keep, axis=-1, kind="stable")[..., :width]
+        there = np.take_along_axis(keep, places, -1)
+
+        def taken(array: np.ndarray[Any, Any], empty: int) -> np.ndarray[Any, Any]:
+            return np.where(there, np.take_along_axis(array, places, -1), empty)
+
+        values = self.values
+        if values is not None:
+            values = np.take_along_axis(values, places[:, :, None], -1)
+        return replace(
+            self,
+            input_ids=taken(self.input_ids, 0),
+            labels=taken(self.labels, IGNORE),
+            segments=taken((self.segments + 1) // 2, 0),
+            values=values,
+            group=1,
+            reference=None if self.reference is None else self.reference[..., ::2],
+        )
+
+    def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:
         """Return what the model takes of a micro-batch, or of some of its rows.
 
         Positions and boundaries are left out if no row holds more than one document: plain causal
         attention keeps rows apart in every model, and no token sees the padding after its row's.
         `present` tells tokens from padding, if there are both; `of_source` tells the rows of each
         source, bool [sources, b], if there are several; `trained` are the places of the labels that
-        bear loss, int64 [labels], unless nearly all do and there are no pairs; `values` are float32
-        [columns, b, S]. Of pairs, `answers` are the loss-bearing labels of each chosen and rejected
-        document in turn, int64 [2 pairs], and `reference` are their log-probabilities by the
-        reference, float32 [2 pairs], where these are known.
+        bear loss, int64 [labels], unless nearly all do and there are no groups; `values` are
+        float32 [columns, b, S]. Of preferences, `answers` are the loss-bearing labels of each
+        document in turn, int64 [documents], and `reference` are their log-probabilities by the
+        reference, float32 [documents], where these are known.
         """
         segments = self.segments[i][rows]
-        found: dict[str, np.ndarray[Any, Any] | int] = {
+        found: dict[str, Any] = {
             "input_ids": self.input_ids[i][rows].astype(np.int64),
             "labels": self.labels[i][rows].astype(np.int64),
         }
@@ -147,13 +173,15 @@ class StepRows:
         if present.any() and not present.all():
             found["present"] = present
         trained = self.labels[i][rows] != IGNORE
-        if self.pairs or trained.mean() <= MOST_TRAINED:
+        if self.group or trained.mean() <= MOST_TRAINED:
             found["trained"] = np.flatnonzero(trained)
         if self.source_ends:
             found["of_source"] = self.of_source()[:, i][:, rows]
         if self.values is not None:
             found["values"] = self.values[i][rows].swapaxes(0, 1).copy()
-        if self.pairs:
+        if self.kl is not None:
+            found["kl"] = self.kl
+        if self.group:
             row = np.arange(len(segments))[:, None] * (MAX_SEGMENTS + 1)
             found["answers"] = np.unique((row + segments)[trained], return_counts=True)[1]
         if self.reference is not None:
@@ -177,7 +205,7 @@ class TokenRows:
     ) -> None:
         """`shards` are (name, rows); `firsts` is the number of the first row of each, ascending.
 
-        `pairs` is as in StepRows.
+        With `pairs`, the documents of a row are pairs in turn.
         """
         self.pairs = pairs
         self.storage, self.shards = storage, list(shards)
@@ -276,7 +304,7 @@ def _batch(
         ids,
         source_ends,
         values=records["values"].reshape(*shape, rows.columns, -1) if rows.columns else None,
-        pairs=rows.pairs,
+        group=2 * rows.pairs,
     )
 
 

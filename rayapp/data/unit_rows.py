@@ -12,11 +12,12 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 
 from rayapp.data import sources
-from rayapp.data.kinds import are_pairs
+from rayapp.data.kinds import are_labelled, are_pairs
 from rayapp.data.packing import (
     IGNORE,
     Document,
     Slices,
+    crossed,
     filled,
     in_groups,
     joined,
@@ -36,8 +37,8 @@ GROUP = 1024  # documents that a later packing packs together
 BATCH_BYTES = 4 * 2**20  # of rows that are made and written at once
 SPOOL_TOKENS = 2**20  # most that are held in memory, at 7 bytes each
 TOO_LONG = (
-    "has answers that do not fit into a row of {} tokens together. Raise data.seq_len, or cut them "
-    "with data.truncate"
+    "has answers (of kto: its own and that of another record) that do not fit into a row of {} "
+    "tokens together. Raise data.seq_len, or cut them with data.truncate"
 )
 CUT = "has a prompt, or answers, that are cut to fit into a row together"
 TYPES: list[np.dtype[Any]] = [np.dtype(t) for t in (np.int32, np.bool_, np.uint16)]  # a Document's
@@ -112,31 +113,54 @@ class UnitRows:
         """A 64-bit hash of each training document's tokens."""
         self.chosen: Document | None = None
         """The first document of a pair whose second is still to come."""
+        self.first: dict[str, tuple[sources.Piece, TokenisedRecord]] = {}
+        """Of labelled answers in each split: the first, which is crossed with the last."""
+        self.last: dict[str, Document] = {}
 
     def add(self, split: str, piece: sources.Piece, record: TokenisedRecord) -> None:
         """Add a record's document; a stream or a window, of any size, is packed in parts."""
-        document, edge = record.document, 0
+        document = record.document
         assert document is not None
-        if are_pairs(self.recipe.kind):
-            if self.chosen is None:
-                self.chosen = document
-                return
-            pair = joined(self.chosen, document, self.recipe.seq_len, self.recipe.truncate)
+        if are_labelled(self.recipe.kind):
+            if split in self.last:
+                other = crossed(document, self.last[split])
+                self._hold_pair(split, piece, record, document, other)
+            else:
+                self.first[split] = piece, record
+            self.last[split] = document
+        elif not are_pairs(self.recipe.kind):
+            self._hold(split, record, document)
+        elif self.chosen is None:
+            self.chosen = document
+        else:
+            self._hold_pair(split, piece, record, self.chosen, document)
             self.chosen = None
-            if pair is None:
-                self._refuse(TOO_LONG.format(self.recipe.seq_len), piece, record)
-                return
-            document, edge = pair.document, pair.edge
-            self.notes[CUT] += bool(pair.cut)
-        self.held[split].add(document, record.values, edge)
-        if split == "train":
-            tokens = np.ascontiguousarray(document.tokens).data
-            self.hashes += hashlib.blake2b(tokens, digest_size=8).digest()
         window_bytes = self.recipe.window_bytes
         most = 2 * window_bytes if window_bytes else BATCH_TOKENS
         in_parts = piece.is_stream or window_bytes is not None
         if in_parts and sum(spool.size for spool in self.held.values()) >= most:
             self.flush()
+
+    def _hold_pair(
+        self,
+        split: str,
+        piece: sources.Piece,
+        record: TokenisedRecord,
+        chosen: Document,
+        rejected: Document,
+    ) -> None:
+        pair = joined(chosen, rejected, self.recipe.seq_len, self.recipe.truncate)
+        if pair is None:
+            self._refuse(TOO_LONG.format(self.recipe.seq_len), piece, record)
+            return
+        self.notes[CUT] += bool(pair.cut)
+        self._hold(split, record, pair.document, pair.edge)
+
+    def _hold(self, split: str, record: TokenisedRecord, document: Document, edge: int = 0) -> None:
+        self.held[split].add(document, record.values, edge)
+        if split == "train":
+            tokens = np.ascontiguousarray(document.tokens).data
+            self.hashes += hashlib.blake2b(tokens, digest_size=8).digest()
 
     def count(self, piece: sources.Piece, record: TokenisedRecord) -> None:
         """Count a record of a piece; name the place of the first with a problem."""
@@ -170,6 +194,11 @@ class UnitRows:
         )
 
     def flush(self) -> None:
+        for split, (piece, record) in self.first.items():
+            assert record.document is not None
+            other = crossed(record.document, self.last.pop(split))
+            self._hold_pair(split, piece, record, record.document, other)
+        self.first.clear()
         for split, spool in self.held.items():
             self.counts[split].append(self._write(split, spool))
             spool.close()

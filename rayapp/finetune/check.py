@@ -18,7 +18,7 @@ from rayapp.config import Config, ConfigError
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, sources, tokens
 from rayapp.data.chat import reads
-from rayapp.data.kinds import are_pairs, takes_template
+from rayapp.data.kinds import are_labelled, are_pairs, takes_template
 from rayapp.data.rendering import Renderer
 from rayapp.data.task_items import TaskRecords, read_records
 from rayapp.driver import checks, command
@@ -109,7 +109,8 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     problems = checks.shared_problems(config, local_cores, local_gpus)
     run = open_storage(config.run.storage) / config.run.name
     code = code_digests(config, run, problems)
-    inputs = _inputs(config, columns_of_loss(config) if code else (), problems)
+    taken = columns_of_loss(config) if code or config.train.loss is None else ()
+    inputs = _inputs(config, taken, problems)
     tasks = _tasks(config, problems)
     kinds = {entry.kind for entry in inputs}
     config, base, tokenizer = _model(config, kinds, problems)
@@ -219,16 +220,14 @@ def _objective_problems(
     """Return why train.objective cannot be used with these records or this model."""
     objective, problems = config.train.objective, list[str]()
     for entry in inputs:
-        if are_pairs(entry.kind) and objective == "sft":
-            problems.append(
-                f"train.objective=sft is in conflict: {entry.path} holds pairs of a chosen and a "
-                "rejected answer. Set train.objective=dpo, or data.kind to another kind of record"
-            )
-        if objective != "sft" and not are_pairs(entry.kind):
+        labelled = are_labelled(entry.kind)
+        which = "kto" if labelled else "dpo" if are_pairs(entry.kind) else "sft"
+        if (objective == "sft", objective == "kto") != (which == "sft", labelled):
+            needs = "chosen and rejected" if objective != "kto" else "prompt, completion and label"
+            fix = "" if objective == "sft" else f", or name the columns {needs} in data.columns"
             problems.append(
                 f"train.objective={objective} is in conflict: the records of {entry.path} are "
-                f"{entry.kind}, not pairs with the columns chosen and rejected. Set "
-                "train.objective=sft, or name their columns in data.columns"
+                f"{entry.kind}. Set train.objective={which}, or data.kind to another kind{fix}"
             )
     windows = config.data.window_bytes is not None
     if windows and base is not None and config.reference(base.adapter) == "computed before":

@@ -15,6 +15,7 @@ from typing import Any
 from rayapp.config import Config
 from rayapp.config.code import CodeError, digest_of, load_code
 from rayapp.config.code_digest import source_digest
+from rayapp.config.fields import LABEL
 from rayapp.data import sources
 from rayapp.observe.status import read_plan
 from rayapp.storage import Storage
@@ -56,9 +57,11 @@ def code_digests(config: Config, run: Storage, problems: list[str]) -> dict[str,
 
 
 def columns_of_loss(config: Config) -> tuple[str, ...]:
-    """Return the columns of the records that train.loss takes."""
+    """Return the columns of the records that train.loss or train.objective=kto takes."""
     from rayapp.train.own_code import columns_of
 
+    if config.train.objective == "kto":
+        return (config.data.columns.get(LABEL, LABEL),)
     name = config.train.loss
     return () if name is None else columns_of(load_code(LOSS, name))
 

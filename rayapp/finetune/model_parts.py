@@ -18,6 +18,7 @@ from torch._dynamo.exc import TorchDynamoException
 from rayapp import model
 from rayapp.config import Config
 from rayapp.config.code import load_code
+from rayapp.config.fields import LABEL
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
 from rayapp.planner.trained import vocabulary_of
@@ -73,8 +74,11 @@ class OutputHead:
                 train.margin,
                 train.sft_weight,
                 train.label_smoothing,
+                train.undesirable_weight,
                 train.loss_chunk,
             )
+        if train.objective == "kto":
+            self.columns = (LABEL,)
         if train.loss is not None:
             function = load_code("train.loss", train.loss, checked=True)
             what = f"train.loss={train.loss}"
@@ -101,23 +105,27 @@ class OutputHead:
         values: torch.Tensor | None = None,
         answers: torch.Tensor | None = None,
         reference: torch.Tensor | None = None,
+        kl: float = 0.0,
     ) -> tuple[Any, ...]:
         if self.whole:
             logits = hidden
             if weight is not None:
                 logits = torch.nn.functional.linear(hidden, weight, bias)
             return logits, logits
+        more: dict[str, Any]
         columns = {} if values is None else dict(zip(self.columns, values, strict=True))
         if self.metric_sums is not None:
             self.metric_sums += token_sums(
                 self.metrics, hidden, weight, labels, bias, failed=self.failed, columns=columns
             )
         if self.of_pairs is not None and answers is not None:
-            given = hidden, weight, labels, bias
-            return self.of_pairs(*given, answers=answers, reference=reference, each=each)
+            more = {"answers": answers, "reference": reference, "each": each}
+            if values is not None:
+                more |= {"desirable": values[0], "kl": kl}
+            return self.of_pairs(hidden, weight, labels, bias, **more)
         if self.columns and not columns:
             return self.cross_entropy(hidden, weight, labels, bias, each=each)
-        more: dict[str, Any] = {"columns": columns} if columns else {}
+        more = {"columns": columns} if columns else {}
         return self.loss(hidden, weight, labels, bias, each=each, **more)
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, tokens
-from rayapp.data.kinds import are_pairs, messages_of, problem_of
+from rayapp.data.kinds import are_labelled, are_pairs, messages_of, problem_of
 from rayapp.data.messages import said_by
-from rayapp.data.packing import Document, pack
+from rayapp.data.packing import Document, crossed, pack
 from rayapp.data.rendering import Renderer
 from rayapp.data.sources import Record, place_of
 from rayapp.data.task_items import asked_and_wanted, questions_of, standard_records
@@ -220,7 +220,11 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         bad[problem] += 1
         examples.setdefault(problem, place_of(entry.source, record.file, record.place))
     how = {"best_fit": data.pack, "truncate": data.truncate, "pairs": are_pairs(entry.kind)}
-    packed = pack(documents, data.seq_len, **how)
+    together = documents
+    if are_labelled(entry.kind):
+        before = zip(documents, [*documents[-1:], *documents[:-1]], strict=True)
+        together = [each for asked, other in before for each in (asked, crossed(asked, other))]
+    packed = pack(together, data.seq_len, **how)
     return Preview(
         path=entry.path,
         kind=entry.kind,

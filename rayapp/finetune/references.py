@@ -88,8 +88,9 @@ class References:
     def joined(self, batches: Iterable[StepRows], split: str) -> Iterator[StepRows]:
         """Yield the batches with the reference's log-probabilities."""
         for batch in batches:
-            numbers = np.where(batch.rows == EMPTY, 0, batch.rows)
-            yield replace(batch, reference=self.sums[split][numbers])
+            there = batch.rows != EMPTY
+            sums = self.sums[split][np.where(there, batch.rows, 0)]
+            yield replace(batch, reference=np.where(there[..., None], sums, np.float32(0)))
 
     def _computed(self, engine: Engine, rows: TokenRows, numbers: range) -> Sums:
         """Return the sums of some rows, fp32 [rows, documents], on all ranks."""
@@ -104,11 +105,8 @@ class References:
 
         size = self.spec.config.micro_batch
         batches = sequential_batches(rows, size, rank, world, among=numbers)
-        self.lm.as_reference, self.lm.reference_alone = nullcontext, True
-        try:
-            loop.evaluate(engine, batches, measure, "computing the reference of the pairs")
-        finally:
-            self.lm.as_reference, self.lm.reference_alone = None, False
+        with self.lm.answers_alone(nullcontext):
+            loop.evaluate(engine, batches, measure, "computing the reference")
         found.pop(EMPTY, None)
         most = torch.tensor(max((len(each) for each in found.values()), default=0))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=engine.control)

@@ -24,6 +24,7 @@ from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
+from rayapp.finetune.kto import Kto
 from rayapp.finetune.model_parts import (
     Parts,
     compile_gain,
@@ -47,6 +48,7 @@ from rayapp.train.checkpoint.marker import Amounts
 from rayapp.train.engine import Engine
 from rayapp.train.loss import IGNORE
 from rayapp.train.model_reading import read
+from rayapp.train.preference import means
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
 from rayapp.train.step_sync import CONTINUE
@@ -71,6 +73,7 @@ class LanguageTrainer(Trainer):
         self.model, self.optimizers = self.parts.lm, self.parts.optimizers
         before = spec.config.reference(self.parts.source.adapter) == "computed before"
         self.references = References(spec, self.parts.lm) if before else None
+        self.kto = Kto(self.parts.lm) if spec.config.train.objective == "kto" else None
 
     @cached_property
     def generation(self) -> GenerationConfig:
@@ -140,6 +143,10 @@ class LanguageTrainer(Trainer):
             blocks=find_blocks(self.parts.lm.hf),
             unit=PAIRS if spec.data.pairs else TOKENS,
         )
+        if spec.data.pairs:
+            engine.figures = means
+        if self.kto is not None:
+            engine.ready = partial(self.kto.ready, engine)
         if spec.data.held_out or spec.tasks:
             engine.evaluate = partial(self.evaluate, engine, names)
         return engine
@@ -151,10 +158,13 @@ class LanguageTrainer(Trainer):
             rows, rank, world = spec.data.rows("eval"), dist.get_rank(), dist.get_world_size()
             # The rows of data.eval_path are of no source.
             mixed = () if config.data.eval_path else spec.data.held_out_ends
-            batches = sequential_batches(rows, config.micro_batch, rank, world, mixed)
-            if self.references is not None:
-                batches = self.references.joined(batches, "eval")
-            found |= held_out_losses(engine, batches, self.parts, names if mixed else ())
+
+            def batches() -> Iterator[StepRows]:
+                each = sequential_batches(rows, config.micro_batch, rank, world, mixed)
+                return each if self.references is None else self.references.joined(each, "eval")
+
+            every = batches() if self.kto is None else self.kto.held_out(engine, batches)
+            found |= held_out_losses(engine, every, self.parts, names if mixed else ())
             if config.eval.prompts:
                 found["eval_samples"] = self.samples(engine, AT_EVALUATION)
         if spec.tasks:
@@ -319,8 +329,8 @@ def held_out_losses(
         nats, counts = ([sums[what, name] for name in names] for what in ("nats", "weight"))
         held_out["eval_loss_by_source"] = per_token(names, nats, counts)
     if head.of_pairs is not None:
-        each = {name[1]: sums[name] / weight for name in sums if name[0] == "pairs"}
-        held_out["eval_metrics"] = dict[str, float | None](each)
+        figures = {name[1]: value for name, value in sums.items() if name[0] == "pairs"}
+        held_out["eval_metrics"] = dict[str, float | None](means(figures, weight))
     if head.metrics or head.own:
         kept = [name for name in head.metrics if not sums["failed", name]]
         held_out["eval_metrics"] = {

@@ -13,8 +13,8 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -28,6 +28,7 @@ from rayapp.model.new_tokens import ROWS, NewRows
 from rayapp.model.quantize import Linear4bit
 
 log = logging.getLogger("rayapp.model")
+Switch: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class Loss(Protocol):
@@ -46,8 +47,8 @@ class Loss(Protocol):
 
         If the model computes its logits itself, they are passed as hidden [B, S, V], weight None.
         `each`, zeros fp32 [B S], is filled with the cross-entropy of each label. A loss for rows
-        with `values`, or `answers` and `reference`, takes these too. A third result, a dict, are
-        sums of further figures by name.
+        with `values`, or `answers`, `reference` and `kl`, takes these too. A third result, a dict,
+        are sums of further figures by name.
         """
 
 
@@ -122,11 +123,11 @@ class LanguageModel(Wrapper):
         """Layers that mix along the sequence without attention are told the documents."""
         self.bounds: Tensor | None = None
         """The documents' edges in the micro-batch that is running, for those layers."""
-        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        self.as_reference: Switch | None = None
         """Inside its block the model is the reference of preferences. None: the batches bring the
         reference's log-probabilities, or the loss takes none."""
         self.reference_alone = False
-        """The forward pass of pairs returns the log-probability of each answer as third."""
+        """The forward pass of preferences returns the log-probability of each answer as third."""
 
     def forward(
         self,
@@ -141,6 +142,7 @@ class LanguageModel(Wrapper):
         trained: Tensor | None = None,
         answers: Tensor | None = None,
         reference: Tensor | None = None,
+        kl: float | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (objective, cross-entropy) of a micro-batch, summed over labels that are not -100.
 
@@ -153,8 +155,9 @@ class LanguageModel(Wrapper):
         (bool [B, S]), None for all. With `of_source` (bool [sources, B]: whether a row is of a
         source), the cross-entropy of each source follows, fp64 [sources]. `values` (float32
         [columns, B, S]) are handed to the loss. With `trained` (int64 [labels]), the head and the
-        loss compute these places of the labels alone, which must be all that bear loss. Pairs come
-        with `answers` and perhaps a `reference` (see train/preference.py), and have `trained`.
+        loss compute these places of the labels alone, which must be all that bear loss. Preferences
+        come with `answers`, and perhaps a `reference` and `kl` (see train/preference.py), and have
+        `trained`.
 
         Shapes: input_ids, labels, position_ids [B, S], boundaries int32 [documents + 1] -> scalars.
         """
@@ -172,8 +175,9 @@ class LanguageModel(Wrapper):
             inputs |= {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries}
             inputs |= {"max_length_q": longest, "max_length_k": longest}
             labels = labels.reshape(1, -1)
-        if answers is not None and self.as_reference is not None:
-            assert trained is not None, "pairs come with the places of their labels"
+        known = reference is not None and not self.reference_alone
+        if answers is not None and self.as_reference is not None and not known:
+            assert trained is not None, "preferences come with the places of their labels"
             reference = self._reference(inputs, labels, trained, answers)
             if self.reference_alone:
                 return -reference.sum(), -reference.sum(), reference
@@ -184,7 +188,7 @@ class LanguageModel(Wrapper):
         if counted and self.routing.experts:
             self.routing.begin(present, input_ids.device)
         objective, loss, figures, router_logits = self._run(
-            inputs, labels, each, values, trained, answers, reference
+            inputs, labels, each, values, trained, answers, reference, kl
         )
         if counted and self.shows_objective:
             self._sums.setdefault("own_loss", []).append(objective.detach())
@@ -210,6 +214,7 @@ class LanguageModel(Wrapper):
         trained: Tensor | None,
         answers: Tensor | None = None,
         reference: Tensor | None = None,
+        kl: float | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], Any]:
         """Return objective, cross-entropy, the loss's figures and router logits; fill `each`."""
         if self.plain_head:
@@ -228,7 +233,7 @@ class LanguageModel(Wrapper):
         if isinstance(head, NewRows):
             hidden, weight = head.factors(hidden)
         more = {} if of_trained is None else {"each": of_trained}
-        given = {"values": values, "answers": answers, "reference": reference}
+        given = {"values": values, "answers": answers, "reference": reference, "kl": kl}
         more |= {name: value for name, value in given.items() if value is not None}
         objective, loss, *figures = self.loss(hidden, weight, labels, bias=bias, **more)
         if trained is not None and each is not None and of_trained is not None:
@@ -250,6 +255,18 @@ class LanguageModel(Wrapper):
         finally:
             self.train(training)
         return answer_sums(-each[trained], answers)
+
+    @contextmanager
+    def answers_alone(self, switch: Switch) -> Iterator[None]:
+        """Inside the block, forward passes return each answer's log-probability alone.
+
+        They run inside the block of `switch`: without_adapters, or nullcontext for the policy.
+        """
+        before, self.as_reference, self.reference_alone = self.as_reference, switch, True
+        try:
+            yield
+        finally:
+            self.as_reference, self.reference_alone = before, False
 
     def take_sums(self) -> dict[str, Tensor]:
         """Return further sums of the micro-batches since the last call, over loss-bearing tokens.

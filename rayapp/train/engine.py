@@ -87,7 +87,7 @@ class Engine:
     """Figures before the first step."""
     take_sums: Callable[[], dict[str, torch.Tensor]] = field(default=dict)
     """Return this rank's further sums of the step's micro-batches, by name; the same names on all
-    ranks. Each is a figure of the step's line: summed over ranks, divided by the weight."""
+    ranks. `figures` makes those of the step's line."""
     take_expert_tokens: Callable[[], torch.Tensor | None] = field(default=lambda: None)
     """Return the tokens that each expert was given in the step's micro-batches on this rank,
     [layers, experts]; None without experts."""
@@ -108,6 +108,13 @@ class Engine:
     record: Callable[[dict[str, Any], StepCounts, Sums, float], MetricsLine] | None = None
     """Make a step's line of metrics.jsonl from (fields common to all kinds, counts over all ranks,
     sums of the losses, seconds without checkpoint stalls and evaluation)."""
+    ready: Callable[[Any], Any] = field(default=lambda batch: batch)
+    """Return the batch that the step is trained on. All ranks call it together, before the step's
+    first micro-batch."""
+    figures: Callable[[Mapping[str, float], float], dict[str, float]] = field(
+        default=lambda sums, weight: {name: sum / weight for name, sum in sums.items()}
+    )
+    """Return the figures of a step's line, of (`take_sums` over all ranks, weight)."""
     last_of_step: Callable[[bool], None] = field(default=lambda last: None)
     """Called before each micro-batch with whether it is the last of the step on this rank."""
     updated: Callable[[bool], None] = field(default=lambda skipped: None)

@@ -161,7 +161,7 @@ def step_facts(engine: Engine, batch: Batch, update: Update, totals: Totals) -> 
         "batch_digest": totals.digest,
         **engine.own_time.figures(totals.own_us),
     }
-    named = {name: value / totals.weight for name, value in update.sums.named.items()}
+    named = engine.figures(update.sums.named, totals.weight)
     assert facts.keys().isdisjoint(named), "figures of a loss have names of their own"
     return facts | named
 
@@ -194,6 +194,7 @@ def train_step(engine: Engine, batch: Batch, agreement: Agreement) -> Update:
 
     A bad step raises BadLoss instead, on all ranks, unless `engine.skip_bad`.
     """
+    batch = engine.ready(batch)
     losses, summing, last = [], None, len(batch.rows) - 1
     by_source = list[torch.Tensor]()
     for i in range(last + 1):

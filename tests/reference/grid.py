@@ -183,6 +183,21 @@ def preferences(root: Path) -> list[Run]:
         run("simpo", "simpo", ((2, None),), train__beta=2.0, parallel__cpu_offload=True),
         run("orpo", "orpo", ((2, 4), (1, None)), parallel__activation_checkpointing="full"),
         run("orpo-own-logits", "orpo", ((1, None),), "cohere"),
+        run(
+            "kto",
+            "kto",
+            ((1, 3), (2, None)),
+            data__path=str(files["answers"]),
+            train__undesirable_weight=1.5,
+        ),
+        run(
+            "kto-adapters",
+            "kto",
+            ((3, 2), (2, None)),
+            model__lora=adapters,
+            data__path=str(files["chat_answers"]),
+            train__micro_batch=2,
+        ),
     ]
 
 

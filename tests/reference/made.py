@@ -202,6 +202,16 @@ def make_data(root: Path) -> dict[str, Path]:
             "rejected": piece(4, 60) + ".",
         },
         "chat_pairs": chat_pair,
+        "answers": lambda: {
+            "prompt": piece(4, 80),
+            "completion": piece(4, 60),
+            "label": draw.random() < 0.6,
+        },
+        "chat_answers": lambda: {
+            "prompt": chat()["messages"][:-1],
+            "completion": [{"role": "assistant", "content": piece(4, 60)}],
+            "label": draw.random() < 0.6,
+        },
     }
     files = {}
     for kind, record in records.items():

@@ -64,8 +64,16 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     for step, micro_batches in enumerate(steps):
         tokens, loss, balance = sum(map(bearing, micro_batches)), 0.0, 0.0
         divisor, margin = sum(map(num_pairs, micro_batches)) if pairs else tokens, 0.0
+        every, kto = [row for rows in micro_batches for row in rows], settings["objective"] == "kto"
+        if kto and reference is not None:
+            divergence, good = divergence_of(model, reference, every), labelled_good(every)
+            shares = {True: sum(good) / divisor, False: 1 - sum(good) / divisor}
         for rows in micro_batches:
-            if reference is not None:
+            if reference is not None and kto:
+                objective, rewards = answer_losses(model, reference, rows, settings, divergence)
+                part, of_router = float(objective.detach()), 0.0
+                margin += sum(value / shares[is_good] for is_good, value in rewards)
+            elif reference is not None:
                 objective, apart = pair_losses(model, reference, rows, settings)
                 part, of_router, margin = float(objective.detach()), 0.0, margin + apart
             else:
@@ -81,7 +89,12 @@ def train(config: Config, steps: list[list[Rows]], num_steps: int, held_out: Row
     if held_out:
         with torch.no_grad():
             if reference is not None:
-                total, _ = pair_losses(model.eval(), reference, held_out, settings)
+                model.eval()
+                if settings["objective"] == "kto":
+                    apart = divergence_of(model, reference, held_out)
+                    total, _ = answer_losses(model, reference, held_out, settings, apart)
+                else:
+                    total, _ = pair_losses(model, reference, held_out, settings)
                 outcome.eval_loss = float(total) / num_pairs(held_out)
                 return outcome
             found = [losses(model.eval(), [row], settings, 0.0)[1] for row in held_out]
@@ -222,6 +235,43 @@ def pair_losses(
         apart = by_length if objective == "simpo" else gains[0] - gains[1]
         margins += beta * float(apart.detach())
     return total, margins
+
+
+def answers_of(rows: Rows) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return each record's answer and, after it, its prompt with the answer to another one."""
+    return [each for each in sequences(rows) if (each[1] != -100).any()]
+
+
+def labelled_good(rows: Rows) -> list[bool]:
+    return [
+        bool(row["values"][0][row["segments"] == number][0])
+        for row in rows
+        for number in range(1, int(row["segments"].max()) + 1, 2)
+    ]
+
+
+@torch.no_grad()
+def divergence_of(model: nn.Module, reference: nn.Module, rows: Rows) -> float:
+    """Return the mean gain of the answers to other prompts, at least 0 (arXiv 2402.01306, 3.2)."""
+    others = answers_of(rows)[1::2]
+    gains = [log_p(model, *each[:2])[0] - log_p(reference, *each[:2])[0] for each in others]
+    return max(0.0, float(sum(gains)) / len(gains))
+
+
+def answer_losses(
+    model: nn.Module, reference: nn.Module, rows: Rows, settings: Config, divergence: float
+) -> tuple[Tensor, list[tuple[bool, float]]]:
+    """Return the sum of the answers' losses; of each, whether it is good, and its signed reward."""
+    total, rewards = torch.zeros(()), []
+    for (ids, labels, _), good in zip(answers_of(rows)[::2], labelled_good(rows), strict=True):
+        with torch.no_grad():
+            before = log_p(reference, ids, labels)[0]
+        gain = log_p(model, ids, labels)[0] - before
+        side, weight = (1, 1.0) if good else (-1, settings["undesirable_weight"])
+        value = torch.sigmoid(side * settings["beta"] * (gain - divergence))
+        total = total + weight * (1 - value)
+        rewards.append((good, side * settings["beta"] * float(gain.detach())))
+    return total, rewards
 
 
 def log_p(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[Tensor, int]:
