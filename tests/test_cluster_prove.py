@@ -135,6 +135,7 @@ def emulated(folder: Path) -> Cloud:
         return Cloud(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("home", ["ecs", "eks"])
 def test_a_cluster_that_does_not_come_up_goes_down(
     account: Cloud, tmp_path: Path, home: str
@@ -237,6 +238,7 @@ def test_a_name_that_is_taken_is_refused(account: Cloud, tmp_path: Path) -> None
     assert not site.calls()
 
 
+@pytest.mark.full
 def test_it_asks_before_it_starts(account: Cloud, tmp_path: Path) -> None:
     site = Site(account, tmp_path)
     done = site.prove("ecs", answer="y")

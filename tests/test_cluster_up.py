@@ -129,6 +129,7 @@ def test_alarms_need_an_address(tmp_path: Path, target: str) -> None:
         assert stack not in call or "-var=alarm_email=me@example.com" in call
 
 
+@pytest.mark.full
 def test_two_clusters_have_two_states_and_two_folders(tmp_path: Path) -> None:
     """Else the second one's apply would replace the first's bucket, and forget a region's hosts."""
     tools = Tools(tmp_path, NOT_PUSHED)
@@ -190,6 +191,7 @@ def test_a_run_without_hosts_is_not_sent(tmp_path: Path, home: str) -> None:
     assert not [call for call in tools.calls() if "get secret" in call]
 
 
+@pytest.mark.full
 def test_an_image_is_pushed_once(tmp_path: Path) -> None:
     """The registry's tags are immutable: what is there already is not pushed again."""
     (tmp_path / "first").mkdir()
@@ -206,6 +208,7 @@ def test_an_image_is_pushed_once(tmp_path: Path) -> None:
     assert f"--image-ids imageTag={tag}" in second.calls()[second.place("describe-images")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["run-ecs", "run-eks"])
 def test_a_run_that_fails_leaves_no_cluster(tmp_path: Path, target: str) -> None:
     """Up, the run, down without a question: also where the way in fails, as it does here."""

@@ -39,7 +39,8 @@ SURFACE = {
     "data": "path mixture format kind columns chat_template reasoning special_tokens seq_len pack"
     " packings truncate eval_path eval_fraction bad_rows window_bytes workers",
     "train": "max_steps epochs schedule decay warmup_steps schedule_from on_spike spike_sigmas"
-    " profile_steps tokens_per_step micro_batch objective beta margin sft_weight optimizer lr"
+    " profile_steps tokens_per_step micro_batch objective beta margin sft_weight"
+    " undesirable_weight optimizer lr"
     " min_lr weight_decay freeze lr_by_name"
     " betas z_loss label_smoothing router_loss grad_clip precision compile loss loss_chunk"
     " loss_kernel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_data_preparation import here, tokenizer_url  # noqa: F401  a fixture
 from test_data_sources_streams import PACKED, WRITERS
 
 from rayapp.data import first_records, sources, tokens
+from rayapp.data.kinds import are_labelled
 from rayapp.data.packing import IGNORE
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.token_rows import local_steps
@@ -21,7 +23,7 @@ from rayapp.order import Order
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 BEGIN, END = "<!-- made by the test -->\n", "<!-- end -->"
-KINDS = "text|prompt|chat|preference"
+KINDS = "text|prompt|chat|preference|unpaired"
 ROW = re.compile(rf"^\| ([^|]+) \| ((?:{KINDS})[^|]*) \| `(\{{.*\}})` \|$", re.MULTILINE)
 FORMATS = {name: name for name in ("jsonl", "json", "csv", "tsv", "parquet", "arrow")}
 
@@ -42,8 +44,9 @@ def train(source: sources.DataSource, kind: str, url: str, folder: Path) -> str:
         return f"refused: {problem}"
     assert not head.unused
     digest = tokens.tokenizer_digest(tokens.load_tokenizer(url))
+    recipe = RowRecipe(source, None, head.kind, url, digest, 0, 1024, True, False, 0.0)
     prepared = here(
-        RowRecipe(source, None, head.kind, url, digest, 0, 1024, True, False, 0.0), folder / "rows"
+        replace(recipe, values=("label",)) if are_labelled(head.kind) else recipe, folder / "rows"
     )
     assert not prepared.bad and prepared.counts["train"]["target_tokens"]
     rows = prepared.rows("train")
@@ -88,7 +91,7 @@ def test_the_page_says_what_becomes_of_each_shape_in_each_format(
         "|---|" + "---|" * len(FORMATS),
     ]
     every = shapes()
-    assert len(every) == 15
+    assert len(every) == 18
     for name, (kinds, row) in every.items():
         for kind in kinds:
             cells = []

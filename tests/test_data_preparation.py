@@ -516,6 +516,7 @@ def test_s3_gives_the_same_rows(
     assert changed == ["files"], "an etag is no digest, nothing else differs"
 
 
+@pytest.mark.full
 def test_memory_is_that_of_one_unit(
     recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,6 +604,7 @@ def test_large_records_are_tokenised_few_at_a_time(
     assert seen == [3, 1, 1, 32, 9]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["long.jsonl", "long.jsonl.gz"])
 def test_long_texts_in_parts_give_the_rows_of_the_whole(
     recipe: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -632,6 +634,7 @@ def test_long_texts_in_parts_give_the_rows_of_the_whole(
     assert again.counts["train"]["tokens"] == parts.counts["train"]["tokens"]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_part_that_ends_every_process_is_tried_a_few_times_and_named(
     recipe: RowRecipe, tmp_path: Path

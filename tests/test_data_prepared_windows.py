@@ -290,6 +290,7 @@ def test_a_file_that_is_held_out_is_prepared_before_the_first_window(
     assert every.num_rows("eval") == prepared.num_rows("eval") > 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_makes_the_same_windows(
     windowed: RowRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -263,6 +263,7 @@ def test_a_source_that_comes_again_needs_all_of_its_windows(
     assert last[1] == whole.windows[1] and last[2] < whole.windows[2]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_makes_the_same_windows_of_a_mixture(
     recipes: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

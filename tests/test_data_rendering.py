@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers_made import TEXTS, around, bpe, document, drawn, sentencepiece, text_of
 from transformers import PreTrainedTokenizerFast
 
-from rayapp.data import rendering
+from rayapp.data import rendering, shapes, sources
 from rayapp.data.kinds import problem_of
+from rayapp.data.packing import crossed
 from rayapp.data.rendering import Renderer
 
 
@@ -244,6 +245,36 @@ def test_a_pair_is_two_documents_of_which_the_answers_bear_loss() -> None:
 def test_pairs_without_two_answers_are_refused(record: Any, problem: str) -> None:
     document, why = Renderer(chat_bpe(), "preference").document(record)
     assert document is None and why is not None and problem in why
+
+
+def test_a_labelled_answer_is_crossed_with_the_one_before() -> None:
+    tokenizer = chat_bpe()
+    records = [{"prompt": f"{n} + 0 = ", "completion": f"{n}"} for n in range(2)]
+    made = Renderer(tokenizer, "unpaired").documents(records)
+    first, second = (document for document, _ in made)
+    assert first is not None and second is not None
+    assert said(tokenizer, crossed(second, first)) == [("<s>1 + 0 = ", "0</s>")]
+    assert problem_of({**records[0], "completion": " "}, "unpaired") == "has an empty answer"
+    asked = {"role": "user", "content": "a"}
+    for messages, problem in (
+        ([asked], "has no assistant message"),
+        ([asked, {"role": "assistant", "content": " "}], "has an empty answer"),
+        ([{"role": "assistant", "content": "b"}, asked], "do not end with the assistant's"),
+    ):
+        assert problem in str(problem_of({"messages": messages}, "chat_unpaired"))
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [(True, "unpaired"), (False, "unpaired"), ("False", "unpaired"), (3, "prompt")],
+)
+def test_a_label_says_whether_an_answer_is_good(label: Any, kind: str) -> None:
+    row = {"prompt": "a", "completion": "b", "label": label}
+    assert shapes.kind_of(row) == kind
+    if kind == "unpaired":
+        record = sources.Record("a.jsonl", 0, row)
+        (value,) = shapes.standardised(record, "unpaired", {}, ("label",)).values
+        assert value == (label is True)
 
 
 def test_chats_of_a_pair_ask_the_same() -> None:

@@ -159,6 +159,7 @@ def test_executions_follow_one_another(
     check(random_rows(str(tmp_path)), order, first_step, 2)
 
 
+@pytest.mark.full
 def test_the_next_execution_is_read_before_the_last_one_ends(
     ray_cluster: None, short_executions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ def test_the_next_execution_is_read_before_the_last_one_ends(
     assert max(waits[1:]) < 1.0, [round(wait, 2) for wait in waits]
 
 
+@pytest.mark.full
 def test_a_stream_that_is_ahead_takes_little_cpu(ray_cluster: None) -> None:
     order = Order.for_steps(num_rows=17, rows_per_step=1, micro_batch=1, seed=0, num_steps=32 * 500)
     fields = {"bytes": ((2**16,), np.uint8)}  # blocks of 2 MiB
@@ -386,6 +388,7 @@ def test_the_last_step_of_a_block_says_so(
         assert [batch.ends_block for batch in taken] == [False, True] * 3 + [True]
 
 
+@pytest.mark.full
 def test_a_block_that_takes_long_does_not_end_the_stream(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

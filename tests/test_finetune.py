@@ -324,6 +324,7 @@ def test_checkpoints_are_validated_beside_training(
     assert f"checkpoint of step {step}: held-out loss {line['eval_loss']:.4f}" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", ["2:3", "2"])
 def test_a_run_that_waits_for_room_can_be_stopped(
     files: Path, tmp_path: Path, ray_here: None, capsys: pytest.CaptureFixture[str], workers: str

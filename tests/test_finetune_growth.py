@@ -47,6 +47,7 @@ def test_the_rows_after_a_short_last_step_begin_a_new_one(rows_per_step: int) ->
     assert on.cursor(once.num_steps, "").row == 0 and on.rows(once.num_steps)[0] == whole[10]
 
 
+@pytest.mark.full
 def test_a_finished_run_goes_on(inputs: Path) -> None:  # noqa: F811
     """One epoch by one worker, its last step short; a second epoch by two."""
     fields = {"schedule": "constant", "max_steps": None, "tokens_per_step": 22 * 32}

@@ -470,6 +470,7 @@ def test_preflight_gives_python_what_the_command_prints(
         rayapp_module.preflight(config, min_gbit_per_s=-1)
 
 
+@pytest.mark.full
 def test_logs_outlive_the_cluster(
     served: Dashboard,
     tmp_path: Path,
@@ -745,6 +746,7 @@ def test_an_interrupted_watch_says_that_the_run_goes_on() -> None:
     assert "the run goes on" in console.export_text()
 
 
+@pytest.mark.full
 def test_a_notebook_watches_on_beside_its_next_cells(
     cells: list[str], monkeypatch: pytest.MonkeyPatch, served: Dashboard, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_the_plan_counts_the_encoder_beside_the_text(
     assert "trained (the text decoder)" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 def test_the_text_is_trained_and_the_whole_checkpoint_exported(folder: Path) -> None:
     """On two workers; images give the logits that they give with the trained decoder alone."""
     fields = grid.BASE | {"train.max_steps": 2, "train.warmup_steps": 0}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from run_folders import RunFolder
+from sampled import sampled
 
 from rayapp.__main__ import main
 from rayapp.config import ConfigError
@@ -168,7 +169,7 @@ def look(run: Storage, capsys: pytest.CaptureFixture[str]) -> None:
             assert run.url in str(error) and "is damaged: " in str(error)
 
 
-@pytest.mark.parametrize(("name", "field", "value"), WRONG)
+@pytest.mark.parametrize(("name", "field", "value"), sampled(WRONG, 5))
 def test_an_odd_field_ends_no_command(
     odd: Storage, name: str, field: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,7 +177,7 @@ def test_an_odd_field_ends_no_command(
     look(odd, capsys)
 
 
-@pytest.mark.parametrize(("name", "data"), TEXTS)
+@pytest.mark.parametrize(("name", "data"), sampled(TEXTS, 3))
 def test_an_odd_text_ends_no_command(
     odd: Storage, name: str, data: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +185,7 @@ def test_an_odd_text_ends_no_command(
     look(odd, capsys)
 
 
-@pytest.mark.parametrize("text", CONFIGS)
+@pytest.mark.parametrize("text", sampled(CONFIGS, 3))
 def test_an_odd_config_ends_no_command(
     odd: Storage, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sampled
 
 from rayapp.order import (
     EMPTY,
@@ -141,7 +142,7 @@ def test_golden_permutations() -> None:
     ]
 
 
-@pytest.mark.parametrize("num_rows", [2, 3, 4, 5, 6, 7, 8, 12, 16, 33])
+@pytest.mark.parametrize("num_rows", sampled([2, 5, 6, 3, 7, 8, 4, 12, 33, 16], 3))
 def test_few_rows_are_shuffled_evenly(num_rows: int) -> None:
     """Each row is as often at each place, and each pair of rows at two places, over many epochs.
 

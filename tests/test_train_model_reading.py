@@ -59,6 +59,7 @@ def test_adapters_are_counted_as_the_formula_does() -> None:
     assert counted.peak().total == pytest.approx(formula.peak().total, rel=0.02)
 
 
+@pytest.mark.full
 def test_longer_rows_are_extrapolated() -> None:
     short, long = (
         read(config_of("qwen3-4b"), seq_len=n, fp32=False, lora=None) for n in (64, 8192)
@@ -136,6 +137,7 @@ def moe_config(**train: Any) -> Any:
     )
 
 
+@pytest.mark.full
 def test_a_model_without_a_formula_is_planned_as_others_are() -> None:
     values = BY_KIND["Qwen3_5MoeText"].config().to_dict()
     found = plan(moe_config(), model=values)
@@ -162,6 +164,7 @@ def test_the_plan_is_what_the_real_step_takes(kind: str, checkpointing: str) -> 
     assert missed == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 def test_experts_are_planned_in_fp32_too(kind: str) -> None:
     planned, traced, missed = memory(BY_KIND[kind], "none", "fp32")

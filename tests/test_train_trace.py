@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from memory_trace import trace
+from sampled import sampled
 
 from rayapp import model
 from rayapp.config import Lora, from_dict
@@ -67,36 +68,39 @@ def both(
 
 @pytest.mark.parametrize(
     ("name", "world", "more"),
-    [
-        ("qwen3-0.6b", 8, {}),
-        ("qwen3-0.6b", 8, {"loss_chunk": 256, "activation_checkpointing": "full"}),
-        ("qwen3-0.6b", 128, {"activation_checkpointing": "full", "accumulation": 2}),
-        ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
-        ("qwen3-0.6b", 16, {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),
-        ("qwen3-0.6b", 4, {"strategy": "no_shard", "activation_checkpointing": "full"}),
-        ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
-        ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
-        ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
-        ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "new_tokens": 3}),
-        ("qwen3-0.6b", 1, {}),
-        ("qwen3-0.6b", 1, {"lora": Lora(rank=16)}),
-        ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "param_dtype": None}),
-        ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "new_tokens": 3}),
-        (
-            "qwen3-0.6b",
-            4,
-            {
-                "strategy": "no_shard",
-                "lora": Lora(rank=16),
-                "activation_checkpointing": "full",
-                "accumulation": 2,
-            },
-        ),
-        ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
-        ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
-        ("dolly-v2-7b", 8, {}),
-        ("mixtral-8x7b", 32, {}),
-    ],
+    sampled(
+        [
+            ("qwen3-0.6b", 8, {}),
+            ("qwen3-0.6b", 8, {"loss_chunk": 256, "activation_checkpointing": "full"}),
+            ("qwen3-0.6b", 128, {"activation_checkpointing": "full", "accumulation": 2}),
+            ("qwen3-0.6b", 16, {"strategy": "hybrid_shard", "replicas": 2}),
+            ("qwen3-0.6b", 16, {"strategy": "shard_grad_op", "activation_checkpointing": "full"}),
+            ("qwen3-0.6b", 4, {"strategy": "no_shard", "activation_checkpointing": "full"}),
+            ("qwen3-0.6b", 8, {"activation_checkpointing": "selective"}),
+            ("qwen3-0.6b", 8, {"lora": Lora(rank=16)}),
+            ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
+            ("qwen3-0.6b", 8, {"lora": Lora(rank=16), "new_tokens": 3}),
+            ("qwen3-0.6b", 1, {}),
+            ("qwen3-0.6b", 1, {"lora": Lora(rank=16)}),
+            ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "param_dtype": None}),
+            ("qwen3-0.6b", 1, {"lora": Lora(rank=16), "new_tokens": 3}),
+            (
+                "qwen3-0.6b",
+                4,
+                {
+                    "strategy": "no_shard",
+                    "lora": Lora(rank=16),
+                    "activation_checkpointing": "full",
+                    "accumulation": 2,
+                },
+            ),
+            ("llama3.1-70b", 8, {"lora": Lora(rank=16)}),  # wide blocks: the forward is the peak
+            ("llama3.1-70b", 8, {"lora": Lora(rank=16), "activation_checkpointing": "full"}),
+            ("dolly-v2-7b", 8, {}),
+            ("mixtral-8x7b", 32, {}),
+        ],
+        3,
+    ),
 )
 def test_the_formula_is_what_the_step_takes(name: str, world: int, more: dict[str, Any]) -> None:
     traced, planned, shards, planned_shards = both(name, world, 1, 1024, layers=4, **more)

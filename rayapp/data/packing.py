@@ -212,7 +212,8 @@ def crossed(asked: Document, answered: Document) -> Document:
     ends = [int(each.loss.argmax()) for each in (asked, answered)]
     names = "tokens", "loss", "num_bytes"
     parts = [(getattr(asked, n)[: ends[0]], getattr(answered, n)[ends[1] :]) for n in names]
-    return Document(*map(np.concatenate, parts))
+    tokens, loss, num_bytes = map(np.concatenate, parts)
+    return Document(tokens, loss, num_bytes)
 
 
 def lay_out(

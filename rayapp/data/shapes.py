@@ -43,6 +43,7 @@ ALPACA = (
     "completes the request.\n\n### Instruction:\n{instruction}{given}\n\n### Response:\n"
 )
 PAIRED = ", paired with an input that provides further context"
+TRUTH = {"true": 1.0, "false": 0.0}  # values of JSON, and cells of CSV
 LARGEST = float(np.finfo(np.float32).max)  # rows carry numbers as float32
 
 
@@ -72,8 +73,9 @@ class RecordShape:
         """
         if not all(name in row for name in self.needs):
             return False
-        types = {"label": bool} | (dict.fromkeys(self.needs[:2], list) if self.lists else {})
-        return all(isinstance(row[name], types.get(name, object)) for name in self.needs)
+        if "label" in self.needs and str(row["label"]).lower() not in TRUTH:
+            return False
+        return not self.lists or all(isinstance(row[name], list) for name in self.needs[:2])
 
 
 def _text(row: Row, name: str, needed: bool = False) -> str:
@@ -286,6 +288,7 @@ SHAPES = (
         ("system",),
         {"unpaired": _without_system, "chat_unpaired": _answer_of_question},
     ),
+    RecordShape("labelled messages", "chat_unpaired", ("messages", "label"), OF_CHATS),
     RecordShape("messages", "chat", ("messages",), OF_CHATS),
     RecordShape(
         "turns", "chat", ("prompt", "completion"), (*OF_CHATS, "system"), {"chat": _of_turns}, True
@@ -372,7 +375,7 @@ def number_in(row: Any, name: str) -> float:
 def _number(value: Any) -> float | None:
     """Return a finite number that float32 holds, also of text; None for all else."""
     try:
-        number = float(value)
+        number = float(TRUTH.get(str(value).lower(), value))
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) <= LARGEST else None

@@ -303,7 +303,8 @@ def steps(
 ) -> Iterator[StepRows]:
     """Yield this rank's steps from its part of the stream; `source_ends` is as in StepRows."""
     for step, arrays, ends in parts(shard, micro_batch, num_micro_batches):
-        yield StepRows(step, **arrays, source_ends=source_ends, ends_block=ends, group=2 * pairs)
+        more: dict[str, Any] = {"source_ends": source_ends, "ends_block": ends, "group": 2 * pairs}
+        yield StepRows(step, **arrays | more)
 
 
 def _fields(dtype: np.dtype[Any]) -> Fields:

@@ -124,9 +124,10 @@ class StepRows:
             if position != EMPTY
         )
 
-    def firsts(self) -> StepRows:
-        """Return the first document of each pair alone, in rows that are some eighths shorter."""
-        keep, size = self.segments % 2 == 1, self.segments.shape[-1]  # [m, b, S]
+    def alone(self, place: int) -> StepRows:
+        """Return the first (0) or second (1) documents of pairs, in rows some eighths shorter."""
+        keep = (self.segments > 0) & (self.segments % 2 != place)  # [m, b, S]
+        size = self.segments.shape[-1]
         eighth = -(-size // 8)
         width = min(size, -(-int(keep.sum(-1).max(initial=1)) // eighth) * eighth)
         places = np.argsort(~keep, axis=-1, kind="stable")[..., :width]
@@ -145,7 +146,7 @@ class StepRows:
             segments=taken((self.segments + 1) // 2, 0),
             values=values,
             group=1,
-            reference=None if self.reference is None else self.reference[..., ::2],
+            reference=None if self.reference is None else self.reference[..., place::2],
         )
 
     def inputs(self, i: int, rows: slice = slice(None)) -> dict[str, Any]:

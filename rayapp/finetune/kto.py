@@ -4,8 +4,8 @@
     engine.ready = partial(kto.ready, engine)        # before each step, on all ranks
 
 A row holds, in turn, a prompt with its own answer and the same prompt with the answer to another
-one. The second documents give the divergence of the policy from the reference, in two passes
-without gradient; training and evaluation then run on the first documents alone.
+one. The second documents give the divergence of the policy from the reference, without gradient;
+training and evaluation then run on the first documents alone.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Kto:
     @torch.no_grad()
     def ready(self, engine: Engine, batch: StepRows) -> StepRows:
         """Return the step's own answers, with their reference and the step's divergence."""
-        policy = self._sums(engine, batch, nullcontext)
+        policy = self._sums(engine, batch.alone(1), nullcontext)
         if self.reference is not None:
             batch = replace(batch, reference=self._sums(engine, batch, self.reference))
         assert batch.reference is not None, "the batch or the model has the reference"
-        gaps = (policy - batch.reference[..., : policy.shape[-1]])[..., 1::2]
+        gaps = policy - batch.reference[..., 1::2][..., : policy.shape[-1]]
         found = torch.tensor([gaps.sum(dtype=np.float64), batch.weights().sum()])
         dist.all_reduce(found, group=engine.control)
         total, count = found.tolist()
-        return replace(batch, kl=max(0.0, total / max(count, 1.0))).firsts()
+        return replace(batch, kl=max(0.0, total / max(count, 1.0))).alone(0)
 
     def _sums(self, engine: Engine, batch: StepRows, switch: Switch) -> np.ndarray[Any, Any]:
         """Return the log-probability of each answer, fp32 [m, b, documents], 0 where is none."""
@@ -65,17 +65,20 @@ class Kto:
         """
 
         def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
-            return {"sum": float(output[2][1::2].sum()), "count": float(batch.weights()[i].sum())}
+            return {"sum": float(output[2].sum()), "count": float(batch.weights()[i].sum())}
 
         def given(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
             assert batch.reference is not None
-            return {"sum": float(batch.reference[i][..., 1::2].sum())}
+            return {"sum": float(batch.reference[i].sum())}
+
+        def others() -> Iterator[StepRows]:
+            return (batch.alone(1) for batch in batches())
 
         phase = "computing the divergence from the reference"
         with self.lm.answers_alone(nullcontext):
-            policy = loop.evaluate(engine, batches(), measure, phase)
+            policy = loop.evaluate(engine, others(), measure, phase)
         with self.lm.answers_alone(self.reference or nullcontext):
             how = given if self.reference is None else measure
-            reference = loop.evaluate(engine, batches(), how, phase)
+            reference = loop.evaluate(engine, others(), how, phase)
         kl = max(0.0, (policy["sum"] - reference["sum"]) / max(policy["count"], 1.0))
-        return (replace(batch, kl=kl).firsts() for batch in batches())
+        return (replace(batch, kl=kl).alone(0) for batch in batches())

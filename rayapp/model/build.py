@@ -232,7 +232,7 @@ class LanguageModel(Wrapper):
             of_trained = None if each is None else each.new_zeros(len(trained))
         if isinstance(head, NewRows):
             hidden, weight = head.factors(hidden)
-        more = {} if of_trained is None else {"each": of_trained}
+        more: dict[str, Any] = {} if of_trained is None else {"each": of_trained}
         given = {"values": values, "answers": answers, "reference": reference, "kl": kl}
         more |= {name: value for name, value in given.items() if value is not None}
         objective, loss, *figures = self.loss(hidden, weight, labels, bias=bias, **more)
