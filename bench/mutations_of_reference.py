@@ -9,6 +9,7 @@ from __future__ import annotations
 from mutated import Mutation
 
 NAMED = "tests/test_reference.py -k named"
+PREFERENCES = "tests/test_reference.py -k preferences"
 SEEN_BY_ONE = "objective, loss, *figures = self.loss(hidden, weight, labels, bias=bias, **more)"
 PLAIN_ENTROPY = (
     SEEN_BY_ONE + "\n        if weight is None: objective = nn.functional.cross_entropy("
@@ -95,6 +96,42 @@ REFERENCE = (
         "            weight[ids] = 0.0\n",
         "",
         NAMED,
+    ),
+    # ---- Preferences
+    Mutation(
+        "a-policy-without-reference",
+        "rayapp/train/preference.py",
+        "given = torch.zeros_like(log_p) if reference is None else reference",
+        "given = torch.zeros_like(log_p)",
+        PREFERENCES,
+    ),
+    Mutation(
+        "a-reference-with-its-adapters",
+        "rayapp/model/lora_layers.py",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        PREFERENCES,
+    ),
+    Mutation(
+        "pairs-divided-by-labels",
+        "rayapp/data/token_rows.py",
+        "        if self.group:\n            return self.segments",
+        "        if False:\n            return self.segments",
+        PREFERENCES,
+    ),
+    Mutation(
+        "the-divergence-of-one-rank",
+        "rayapp/finetune/kto.py",
+        "        dist.all_reduce(found, group=engine.control)\n",
+        "",
+        PREFERENCES,
+    ),
+    Mutation(
+        "bad-answers-weigh-as-good-ones",
+        "rayapp/train/preference.py",
+        "torch.sigmoid(-apart) * torch.where(good, 1.0, self.undesirable_weight)",
+        "torch.sigmoid(-apart)",
+        PREFERENCES,
     ),
     # ---- And of the page itself: what it must see
     Mutation(
