@@ -1,6 +1,6 @@
 """DPO with LoRA on SmolLM2-135M on CPUs beside TRL's DPOTrainer: answer tokens a second.
 
-    python bench/preference.py [--rounds 2] [--steps 12]
+    python bench/preference.py [--rounds 2] [--steps 8]
 
 Both take the same pairs of texts of many lengths, in bf16 and with all cores, and the reference is
 the model without its adapters. TRL pads micro-batches of pairs of like length; rayapp packs. The
@@ -26,8 +26,8 @@ MODEL = "smollm2-135m-instruct"
 CORES = len(os.sched_getaffinity(0))
 WARM_UP_STEPS = 2
 RANK = 16
-PAIRS_PER_STEP = 16
-SEQ_LEN = 1024
+PAIRS_PER_STEP = 8
+SEQ_LEN = 512
 
 
 def write_pairs(path: Path, count: int) -> None:
@@ -40,14 +40,14 @@ def write_pairs(path: Path, count: int) -> None:
 
     with path.open("w") as out:
         for _ in range(count):
-            prompt = text(20, 200)
-            record = {"prompt": prompt, "chosen": text(20, 250), "rejected": text(20, 250)}
+            prompt = text(10, 80)
+            record = {"prompt": prompt, "chosen": text(10, 120), "rejected": text(10, 120)}
             out.write(json.dumps(record) + "\n")
 
 
 def run_rayapp(folder: Path, options: argparse.Namespace, workers: int) -> tuple[float, float]:
     """Return (answer tokens, seconds) of the steps of a run."""
-    tokens_per_step = 6 * SEQ_LEN
+    tokens_per_step = 4 * SEQ_LEN
     asked = {
         "run.storage": folder / "runs",
         "run.name": f"rayapp-{time.time_ns()}",
@@ -60,7 +60,7 @@ def run_rayapp(folder: Path, options: argparse.Namespace, workers: int) -> tuple
         "data.eval_fraction": 0,
         "train.objective": "dpo",
         "train.tokens_per_step": tokens_per_step,
-        "train.micro_batch": 6 // workers,
+        "train.micro_batch": 4 // workers,
         "train.max_steps": options.steps,
         "train.precision": "bf16",
         "checkpoint.export": "false",
@@ -109,6 +109,8 @@ def run_trl(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
         gradient_accumulation_steps=PAIRS_PER_STEP // options.pairs,
         max_steps=options.steps,
         train_sampling_strategy="group_by_length",
+        length_column_name="length",
+        remove_unused_columns=False,
         learning_rate=1e-4,
         max_length=SEQ_LEN,
         bf16=True,
@@ -127,6 +129,8 @@ def run_trl(folder: Path, options: argparse.Namespace) -> tuple[float, float]:
         processing_class=tokenizer,
         peft_config=lora,
     )
+    each = [sum(map(len, record.values())) for record in records]
+    trainer.train_dataset = trainer.train_dataset.add_column("length", each)
     trainer.train()
     first = begun[WARM_UP_STEPS * (PAIRS_PER_STEP // options.pairs)]
     return counted[0], time.perf_counter() - first
@@ -136,7 +140,7 @@ def parsed() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=8, help="of a micro-batch of TRL")
     parser.add_argument("--trl", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
