@@ -31,9 +31,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-IGNORE = (
-    -100
-)  # the label that bears no loss. Source: torch.nn.functional.cross_entropy, ignore_index
+IGNORE = -100  # the label that bears no loss: torch.nn.functional.cross_entropy's ignore_index
 MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 
 # document  what a user wrote: tokens, with BOS and EOS where the tokenizer wants them

@@ -22,13 +22,7 @@ import numpy as np
 
 from rayapp.config.fields import RecordKind
 from rayapp.data.chat import ChatTemplate
-from rayapp.data.control import (
-    CONTROL,
-    IS_TEXT,
-    NOT_POSSIBLE,
-    TEXT,
-    ControlTokens,
-)
+from rayapp.data.control import CONTROL, IS_TEXT, NOT_POSSIBLE, TEXT, ControlTokens
 from rayapp.data.kinds import ANSWERS, EQUAL, KINDS, problem_of, takes_template
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document

@@ -272,11 +272,7 @@ def steps_per_chunk(
 
 
 def stream(
-    prepared: Prepared,
-    order: Order,
-    first_step: int,
-    world: int,
-    concurrency: int | None = None,
+    prepared: Prepared, order: Order, first_step: int, world: int, concurrency: int | None = None
 ) -> Stream:
     """Return the rest of the run from `first_step` on, for `world` workers.
 

@@ -25,13 +25,7 @@ from rayapp.data.token_rows import StepRows, sequential_batches
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.kto import Kto
-from rayapp.finetune.model_parts import (
-    Parts,
-    compile_gain,
-    compute_dtype,
-    exact_base,
-    make_parts,
-)
+from rayapp.finetune.model_parts import Parts, compile_gain, compute_dtype, exact_base, make_parts
 from rayapp.finetune.references import References
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks

@@ -133,11 +133,7 @@ def _shape(
 
 
 def _texture(
-    pencil: ImageDraw.ImageDraw,
-    name: str,
-    front: Color,
-    size: tuple[int, int],
-    dice: random.Random,
+    pencil: ImageDraw.ImageDraw, name: str, front: Color, size: tuple[int, int], dice: random.Random
 ) -> None:
     width, height = size
     step = dice.randint(10, 18)
