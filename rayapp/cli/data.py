@@ -86,8 +86,7 @@ def prepare(argv: list[str]) -> int:
             phases.begin(f"starting Ray ({address})")
             # Of the cluster only CPUs are asked for: those of the tasks.
             fields = {"workers": "1", "gpu": "false", "resources": {}}
-            tasks = {"cluster": ready.config.cluster.model_copy(update=fields)}
-            with connected(ready.config.model_copy(update=tasks), address):
+            with connected(ready.config.with_fields("cluster", **fields), address):
                 prepared = prepare_beforehand(ready, phases)
                 phases.begin("")
     print(summary(prepared))

@@ -92,9 +92,7 @@ def absolute(config: Config) -> Config:
         name: task.model_copy(update={"path": local(task.path)})
         for name, task in config.eval.tasks.items()
     }
-    data = config.data.model_copy(update={"mixture": mixture})
-    evaluation = config.eval.model_copy(update={"tasks": tasks})
-    return config.model_copy(update={"data": data, "eval": evaluation})
+    return config.with_fields("data", mixture=mixture).with_fields("eval", tasks=tasks)
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -125,8 +123,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     assert inputs and base is not None
     inputs = tuple(_as_begun(entry, run) for entry in inputs)
     if len(inputs) == 1:
-        fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
-        config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
+        config = config.with_fields("data", kind=inputs[0].kind, format=inputs[0].source.format)
     ids = None if tokenizer is None else tokens.num_ids(tokenizer)
     shape = model_shape(base, config, ids)
     if problem := checks.plan_problem(config, lambda each: forecast(each, shape)):
@@ -153,8 +150,7 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     """
     config = auto.as_begun(ready.config, ready.run)
     if config.train.precision == "auto":
-        fields = {"precision": fastest_precision(gpus)}
-        config = config.model_copy(update={"train": config.train.model_copy(update=fields)})
+        config = config.with_fields("train", precision=fastest_precision(gpus))
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
     left = [
@@ -281,8 +277,7 @@ def _model(
                 return config, None, None
             root = open_storage(config.run.storage) / PREPARED
             path = model.in_folder(path, root, scratch)
-            section = config.model.model_copy(update={"path": path})
-            config = config.model_copy(update={"model": section})
+            config = config.with_fields("model", path=path)
         base = model.resolve(path)
         scratch = scratch or (base.preset and path == OWN)
         wrong = model.problems(base, from_scratch=scratch)

@@ -56,8 +56,7 @@ def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, lis
     names = [entry.name for entry in adapter.folder.list()]
     if config.model.tokenizer is None and not any(map(TOKENIZER_FILE.match, names)):
         fields["tokenizer"] = adapter.base
-    section = config.model.model_copy(update=fields)
-    config = config.model_copy(update={"model": section})
+    config = config.with_fields("model", **fields)
     return config, problems + combined_problems(config)
 
 
@@ -100,8 +99,7 @@ def with_new_tokens(
                 f"{shown(list(own))}. Leave it out, or set model.adapter=merge to add them to the "
                 "merged model"
             )
-        section = config.model.model_copy(update={"new_tokens": own})
-        return config.model_copy(update={"model": section}), tokenizer
+        return config.with_fields("model", new_tokens=own), tokenizer
     if not names:
         return config, tokenizer
     known = tokenizer.get_vocab() if tokenizer is not None and tokenizer.is_fast else None
@@ -201,9 +199,7 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
             f"model.tokenizer={config.model.tokenizer} is in conflict: the weights of "
             f"model.init_from={chosen} know the tokens of their own tokenizer. Leave it out"
         )
-    fields["init_from"] = str(chosen)
-    section = config.model.model_copy(update=fields)
-    return config.model_copy(update={"model": section}), problems
+    return config.with_fields("model", init_from=str(chosen), **fields), problems
 
 
 def _made(config: Config, run: Storage) -> dict[str, object]:
