@@ -269,18 +269,11 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         dtype = compute_dtype(config)
         if problem := model.attention_problem(kernel, source.config, device_type, dtype):
             problems.append(f"model.attention={kernel} is not available: {problem}")
-        asked = {
-            "train.precision=fp8": (config.train.precision == "fp8", "train.precision=auto"),
-            "train.loss_kernel=liger": (
-                config.train.loss_kernel == "liger",
-                "train.loss_kernel=chunked",
-            ),
-        }
-        problems += [
-            f"{setting} is not available: the workers have no GPU. Set {instead}"
-            for setting, (wanted, instead) in asked.items()
-            if wanted
-        ]
+        why = "is not available: the workers have no GPU. Set"
+        if config.train.precision == "fp8":
+            problems.append(f"train.precision=fp8 {why} train.precision=auto")
+        if config.train.loss_kernel == "liger":
+            problems.append(f"train.loss_kernel=liger {why} train.loss_kernel=chunked")
     lora = config.model.lora
     in_4_bits = lora is not None and lora.quantize == "nf4"
     needed = {
