@@ -140,34 +140,24 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
     if not lora.targets:
         shape = model.build(source.config, loss=model.no_loss, attention="eager")
         every = set(model.linear_names(shape.hf))
-    own = adapter.lora
-    asked = {
-        "rank": (lora.rank, own.rank, own.rank == lora.rank),
-        "alpha": (lora.alpha, own.alpha, own.alpha == lora.alpha),
-        "dora": (_word(lora.dora), _word(own.dora), own.dora == lora.dora),
-        "rslora": (_word(lora.rslora), _word(own.rslora), own.rslora == lora.rslora),
-        "targets": (
-            ",".join(lora.targets) or "all",
-            ",".join(own.targets),
-            set(own.targets) == (set(lora.targets) or every),
-        ),
-        "target_parameters": (
-            ",".join(lora.target_parameters),
-            ",".join(own.target_parameters),
-            set(own.target_parameters) == set(lora.target_parameters),
-        ),
-    }
-    return [
-        f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "
-        f"{theirs}. Set model.lora.{name}={theirs}, leave model.lora out, or set "
-        "model.adapter=merge to train anew on the merged model"
-        for name, (mine, theirs, same) in asked.items()
-        if not same
-    ]
+    own, found = adapter.lora, list[str]()
+    asked = {"rank": lora.rank == own.rank, "alpha": lora.alpha == own.alpha}
+    asked |= {"dora": lora.dora == own.dora, "rslora": lora.rslora == own.rslora}
+    asked["targets"] = (set(lora.targets) or every) == set(own.targets)
+    asked["target_parameters"] = set(lora.target_parameters) == set(own.target_parameters)
+    for name in (name for name, same in asked.items() if not same):
+        mine, theirs = (_told(getattr(each, name)) for each in (lora, own))
+        mine = "all" if name == "targets" and not lora.targets else mine
+        found.append(
+            f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "
+            f"{theirs}. Set model.lora.{name}={theirs}, leave model.lora out, or set "
+            "model.adapter=merge to train anew on the merged model"
+        )
+    return found
 
 
-def _word(truth: bool) -> str:
-    return str(truth).lower()
+def _told(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
 def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, list[str]]:
