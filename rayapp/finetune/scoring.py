@@ -63,10 +63,6 @@ def _judge(score: str) -> Callable[[str, str], object]:
     return load_code("score", score, checked=True) if ":" in score else RIGHT[score]
 
 
-def _exact(answer: str, wanted: str) -> bool:
-    return answer.strip() == wanted.strip()
-
-
 def _normalised(answer: str, wanted: str) -> bool:
     """As the evaluation of SQuAD compares: no case, punctuation, articles or spaces."""
 
@@ -94,16 +90,12 @@ def _json(answer: str, wanted: str) -> bool:
         return False
 
 
-def _regex(answer: str, wanted: str) -> bool:
-    return re.search(wanted, answer) is not None
-
-
 RIGHT: Mapping[str, Callable[[str, str], bool]] = {
-    "exact": _exact,
+    "exact": lambda answer, wanted: answer.strip() == wanted.strip(),
     "normalised": _normalised,
     "number": _number,
     "json": _json,
-    "regex": _regex,
+    "regex": lambda answer, wanted: re.search(wanted, answer) is not None,
 }
 
 
