@@ -172,7 +172,8 @@ def score_tasks(
     return agreed[0]
 
 
-def _leave(engine: Engine) -> int:
+def leave_if_told(engine: Engine) -> int:
+    """Agree with all ranks on whether to leave, where leaving is possible."""
     return leave_now(engine) if engine.interruptible else CONTINUE
 
 
@@ -204,7 +205,7 @@ def _generated(
         engine.control,
         task.task.max_tokens,
         stops=stops,
-        leave=partial(_leave, engine),
+        leave=partial(leave_if_told, engine),
         room=room,
     )
 
@@ -252,7 +253,7 @@ def _nats(items: Sequence[Item], parts: Parts, engine: Engine, room: int) -> lis
     try:
         with torch.compiler.set_stance("force_eager"):
             for first in range(0, len(groups), world):
-                if code := _leave(engine):
+                if code := leave_if_told(engine):
                     raise Interrupted(code)
                 group = groups[first + rank] if first + rank < len(groups) else []
                 rows = _rows([items[place] for place in group or groups[0][:1]])
