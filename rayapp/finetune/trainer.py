@@ -9,8 +9,9 @@ rayapp.train.rank trains with it, with or without Ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,10 @@ from rayapp.finetune.kto import Kto
 from rayapp.finetune.model_parts import Parts, compile_gain, compute_dtype, exact_base, make_parts
 from rayapp.finetune.references import References
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
-from rayapp.finetune.scoring import compared, score_tasks
+from rayapp.finetune.scoring import compared, leave_if_told, score_tasks
 from rayapp.model.sharding import find_blocks
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
-from rayapp.observe.records import FinalFigures
+from rayapp.observe.records import FinalFigures, Gain
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.order import StepCounts
 from rayapp.planner.flops import model_flops
@@ -45,9 +46,7 @@ from rayapp.train.model_reading import read
 from rayapp.train.preference import means
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import CONTINUE
 from rayapp.train.trainer_interface import Trainer, peak_flops
-from rayapp.train.waiting import leave_now
 
 
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
@@ -77,11 +76,9 @@ class LanguageTrainer(Trainer):
         return generation_config(config, parts.source, parts.lm.hf.config, parts.tokenizer, ends)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.parts.lm)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the number of tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
     def warm_up(self) -> FinalFigures:
@@ -109,17 +106,9 @@ class LanguageTrainer(Trainer):
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}
-        return {
-            "compile": {
-                "eager_s": gain.eager_s,
-                "compiled_s": gain.compiled_s,
-                "compile_s": gain.compile_s,
-                "speedup": gain.speedup,
-            }
-        }
+        return {"compile": cast(Gain, asdict(gain) | {"speedup": gain.speedup})}
 
     def engine(self, control: Any) -> Engine:
-        """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         names = tuple(spec.data.sources) if spec.order.source_ends else ()
         engine = self.common_engine(
@@ -207,7 +196,7 @@ class LanguageTrainer(Trainer):
             system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
-            leave=lambda: leave_now(engine) if engine.interruptible else CONTINUE,
+            leave=partial(leave_if_told, engine),
             room=config.micro_batch * config.data.seq_len,
         )
 
