@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of, is_compressed
@@ -205,33 +206,30 @@ class _Text:
         return SourceError(f"is not a JSON array: {error.msg.removesuffix(' at')} at line {line}")
 
 
-def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Record]]:
-    def read(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-        """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
-        csv.field_size_limit(LINE_BYTES)
-        lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(_bounded(lines), delimiter=delimiter, strict=True)
-        header: list[str] | None = None
-        while True:
-            line = rows.line_num + 1
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Record(name, line, None, f"is not CSV ({error})")
-                continue
-            if not row:
-                continue
-            if header is None:
-                header = _header(row)
-            elif len(row) != len(header):
-                why = f"has {len(row)} fields, but the header has {len(header)}"
-                yield Record(name, line, None, why)
-            else:
-                yield Record(name, line, dict(zip(header, row, strict=True)))
-
-    return read
+def _separated(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
+    """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
+    csv.field_size_limit(LINE_BYTES)
+    lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(_bounded(lines), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Record(name, line, None, f"is not CSV ({error})")
+            continue
+        if not row:
+            continue
+        if header is None:
+            header = _header(row)
+        elif len(row) != len(header):
+            why = f"has {len(row)} fields, but the header has {len(header)}"
+            yield Record(name, line, None, why)
+        else:
+            yield Record(name, line, dict(zip(header, row, strict=True)))
 
 
 def _bounded(lines: io.TextIOWrapper) -> Iterator[str]:
@@ -282,8 +280,8 @@ def rows_of(name: str, batches: Any, row: int = 0) -> Iterator[Record]:
 
 READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
     "json": _array,
-    "csv": _separated(","),
-    "tsv": _separated("\t"),
+    "csv": partial(_separated, delimiter=","),
+    "tsv": partial(_separated, delimiter="\t"),
     "parquet": _parquet,
     "arrow": _arrow,
 }
