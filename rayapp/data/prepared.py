@@ -135,12 +135,17 @@ class Prepared:
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
-        storage = open_storage(self.url)
-        if split == "train" and self.windows:
-            of_rows = self.seq_len, self.columns, self.pairs
-            return rows_of_windows(storage, self.shards_of_windows, *of_rows)
-        shards = self.shards[split]
-        return TokenRows(storage, shards, self.seq_len, columns=self.columns, pairs=self.pairs)
+        firsts = self._firsts_of_windows() if split == "train" and self.windows else None
+        how = self.seq_len, firsts, self.columns, self.pairs
+        return TokenRows(open_storage(self.url), self.shards[split], *how)
+
+    def _firsts_of_windows(self) -> list[int]:
+        """Return the number of each shard's first row; source j begins at j * SOURCE_ROWS."""
+        return [
+            source * SOURCE_ROWS + first
+            for source, rows in enumerate(self.windows_rows)
+            for first in np.cumsum([0, *rows])[:-1].tolist()
+        ]
 
     def num_rows(self, split: str) -> int:
         return int(self.counts[split]["rows"])
@@ -241,8 +246,8 @@ def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | No
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
     """Return a mixture of prepared data sets under `root`; its rows are those of each part in turn.
 
-    Rows of windows have the numbers of `rows_of_windows`. `parts` are sorted by path. Nothing is
-    written: a part may be in several mixtures.
+    Rows of windows are numbered by source. `parts` are sorted by path. Nothing is written: a part
+    may be in several mixtures.
     """
     shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
@@ -279,24 +284,6 @@ def parts_of_mixture(
     """Return the named parts of a mixture's fingerprint, from those of each source by its path."""
     each = {f"{path} {name}": value for path in parts for name, value in parts[path].items()}
     return {"weights": dict(weights)} | each
-
-
-def rows_of_windows(
-    storage: Storage,
-    sources: Sequence[Sequence[tuple[str, int]]],
-    seq_len: int,
-    columns: int = 0,
-    pairs: bool = False,
-) -> TokenRows:
-    """Return the rows of each source's windows, those of source j from j * SOURCE_ROWS on."""
-    firsts = [
-        source * SOURCE_ROWS + end - rows
-        for source, shards in enumerate(sources)
-        for end, (_, rows) in zip(
-            itertools.accumulate(rows for _, rows in shards), shards, strict=True
-        )
-    ]
-    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts, columns, pairs)
 
 
 def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:
