@@ -18,6 +18,7 @@ from rich.console import Console
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.driver import placement
+from rayapp.driver.display import fact
 from rayapp.driver.ray_session import started_here
 from rayapp.hardware import GIB
 from rayapp.observe.attempts import causes
@@ -98,7 +99,7 @@ def chosen(
         said += [f"micro-batch of {size} rows{', as this run began' if kept else ''}, {figures}"]
     said += [strategy] if sharding else []
     said += ["compiled" if compiled else "not compiled"] if train.compile is None else []
-    console.print(f"[bold]{'auto':14}[/bold] {'; '.join(said)}", highlight=False, soft_wrap=True)
+    fact(console, "auto", "; ".join(said))
     compiled = compiled if train.compile is None else train.compile
     config = config.with_fields("train", micro_batch=train.micro_batch or size, compile=compiled)
     return config.with_fields("parallel", strategy=strategy) if sharding else config
