@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_intdigest
 
 from rayapp.data import FOLDER
@@ -200,10 +201,7 @@ def load(storage: Storage) -> Images | None:
     if not storage.exists(MANIFEST):
         return None
     values = json.loads(storage.read(MANIFEST))
-    for name in ("roots", "classes", "class_counts"):
-        values[name] = tuple(values[name])
-    values["examples"] = [(place, why) for place, why in values["examples"]]
-    return Images(**{**values, "url": storage.url})
+    return TypeAdapter(Images).validate_python({**values, "url": storage.url})
 
 
 def packed(records: Records, names: list[str], labels: list[str]) -> bytes:
