@@ -130,9 +130,7 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
         raise ConfigError([problem])
     if wrong := code_problems(config, shape):
         raise ConfigError(wrong)
-    if problem := schedule_problem(config, run):
-        raise ConfigError([problem])
-    if problem := shape_problem(config, run, shape):
+    if problem := schedule_problem(config, run) or shape_problem(config, run, shape):
         raise ConfigError([problem])
     return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, tasks, code)
 
