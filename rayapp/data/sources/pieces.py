@@ -32,7 +32,6 @@ from rayapp.data.sources.streams import (
     BATCH_ROWS,
     BOM,
     LINE_BYTES,
-    TEXT_BYTES,
     TOO_LONG,
     json_line,
     read_stream,
@@ -81,7 +80,7 @@ def _records(source: DataSource, piece: Piece) -> Iterator[Record]:
     if is_own(source.format):
         return _read_own(source.root, piece.file, source.format)
     if piece.is_stream:
-        return read_stream(source, piece, TEXT_BYTES)
+        return read_stream(source, piece)
     if source.format == "parquet":
         return _read_parquet(source, piece)
     if source.format == "text":

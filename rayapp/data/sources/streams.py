@@ -31,20 +31,15 @@ LONGEST_ESCAPE = 12  # characters: both halves of one beyond 16 bits
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def read_stream(source: DataSource, piece: Piece, text_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
+def read_stream(source: DataSource, piece: Piece) -> Iterator[Record]:
+    """Yield the records of a file; text comes in parts of about TEXT_BYTES, cut at line ends.
 
     Raises:
         SourceError: it is not of this format, so that the rest cannot be read.
     """
     try:
         with open_stream(source.root, piece.file, piece.etag) as stream:
-            if source.format == "text":
-                yield from _texts(stream, piece.file, text_bytes)
-            elif source.format == "jsonl":
-                yield from _lines(stream, piece.file)
-            else:
-                yield from READERS[source.format](stream, piece.file)
+            yield from READERS[source.format](stream, piece.file)
     except SourceError as error:
         raise SourceError(f"{source.root}/{printable(piece.file)} {error}") from error
 
@@ -64,11 +59,11 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
     return io.BufferedReader(plain, CHUNK)
 
 
-def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
+def _texts(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     line = 1
     if stream.peek(len(BOM)).startswith(BOM):
         stream.read(len(BOM))
-    while data := stream.read(text_bytes):
+    while data := stream.read(TEXT_BYTES):
         if not data.endswith(b"\n"):
             data += stream.readline(LINE_BYTES)
         try:
@@ -279,6 +274,8 @@ def rows_of(name: str, batches: Any, row: int = 0) -> Iterator[Record]:
 
 
 READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
+    "text": _texts,
+    "jsonl": _lines,
     "json": _array,
     "csv": partial(_separated, delimiter=","),
     "tsv": partial(_separated, delimiter="\t"),
