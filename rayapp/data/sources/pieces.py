@@ -310,9 +310,7 @@ def _read_own(root: str, name: str, format: str) -> Iterator[Record]:
     for row, value in enumerate(function(url)):
         good = isinstance(value, (str, Mapping))
         problem = None if good else f"is {type(value).__name__}, neither a mapping nor text"
-        yield Record(
-            name, row, value if isinstance(value, str) or not good else dict(value), problem
-        )
+        yield Record(name, row, dict(value) if isinstance(value, Mapping) else value, problem)
 
 
 def _failure(source: DataSource, file: str, error: Exception, after: str) -> SourceError:
