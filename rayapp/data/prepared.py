@@ -223,10 +223,7 @@ def write_account(storage: Storage, name: str, values: Mapping[str, object]) -> 
     storage.write(name, json.dumps({**values, "checksum": checksum}, indent=1).encode())
 
 
-@functools.cache
-def _adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return what checks values of a kind; it takes a millisecond to make."""
-    return TypeAdapter(kind)
+_adapter_of = functools.cache(TypeAdapter[Any])  # which takes a millisecond to make
 
 
 def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | None:

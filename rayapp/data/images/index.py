@@ -190,10 +190,8 @@ class ImageRows:
 RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the runs"
 
 
-@lru_cache(maxsize=4)
-def _rows(url: str, roots: tuple[str, ...], split: str, as_stored: bool) -> ImageRows:
-    """Open an index once per process, in which Ray Data runs many tasks."""
-    return ImageRows(url, roots, split, as_stored)
+# An index is opened once per process, in which Ray Data runs many tasks.
+_rows = lru_cache(maxsize=4)(ImageRows)
 
 
 def load(storage: Storage) -> Images | None:
