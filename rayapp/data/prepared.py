@@ -246,12 +246,8 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     Rows of windows are numbered by source. `parts` are sorted by path. Nothing is written: a part
     may be in several mixtures.
     """
-    shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names = parts_of_mixture({path: part.parts for path, part in parts.items()}, weights)
-    for part in parts.values():
-        for split in SPLITS:
-            shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
     documents = [part.counts["train"]["documents"] for part in parts.values()]
     repeated = sum(n * part.duplicates for n, part in zip(documents, parts.values(), strict=True))
     return Prepared(
@@ -259,7 +255,7 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         fingerprint=fingerprint(names),
         parts=names,
         seq_len=next(iter(parts.values())).seq_len,
-        shards=shards,
+        shards={split: _shards_below(parts.values(), split) for split in SPLITS},
         counts={s: summed(part.counts[s] for part in parts.values()) for s in SPLITS},
         bad=added(part.bad for part in parts.values()),
         examples=[each for part in parts.values() for each in part.examples][:MAX_EXAMPLES],
@@ -275,6 +271,11 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     )
 
 
+def _shards_below(parts: Iterable[Prepared], split: str) -> list[tuple[str, int]]:
+    """Return the shards of data sets in turn, each with the folder of its data set."""
+    return [(f"{part.fingerprint}/{n}", rows) for part in parts for n, rows in part.shards[split]]
+
+
 def parts_of_mixture(
     parts: Mapping[str, Mapping[str, object]], weights: Mapping[str, float]
 ) -> dict[str, object]:
@@ -286,21 +287,14 @@ def parts_of_mixture(
 def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:
     """Return several packings under `root` as one data set; its rows are those of each in turn."""
     first = packings[0]
-    shards = {
-        split: [
-            (f"{part.fingerprint}/{name}", rows)
-            for part in parts
-            for name, rows in part.shards[split]
-        ]
-        for split, parts in (("train", packings), ("eval", packings[:1]))
-    }
+    held_out = _shards_below(packings[:1], "eval")
     parts = first.parts | {"packings": len(packings)}
     return replace(
         first,
         url=root.url,
         fingerprint=fingerprint(parts),
         parts=parts,
-        shards=shards,
+        shards={"train": _shards_below(packings, "train"), "eval": held_out},
         places=tuple(part.fingerprint for part in packings),
         packings=tuple(part.num_rows("train") for part in packings),
     )
