@@ -177,11 +177,8 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
         other = open_storage(chosen.run)
         problems = [] if steps_done(run) else _differences(config, other, chosen)
         if preset and config.model.tokenizer is None:
-            names = ("tokenizer", "overrides")
-            theirs = (
-                {name: own[name] for name in names} if chosen == begun else _made(config, other)
-            )
-            fields |= theirs
+            kept = {name: own[name] for name in ("tokenizer", "overrides") if chosen == begun}
+            fields |= kept or _made(config, other)
     except (StorageError, CheckpointError, ValueError) as error:
         return config, [f"model.init_from={origin} is not usable: {error}"]
     if (config.model.tokenizer or "").startswith("bpe:"):
@@ -235,18 +232,12 @@ def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
     if lora is None or other is None:
         return []
     # The frozen weights are in no checkpoint, so that they must come from the same place.
-    names = ("path", "adapter", "from_scratch", "overrides", "new_tokens")
-    mine = {name: getattr(config.model, name) for name in names}
-    mine["new_tokens"] = list(config.model.new_tokens)
+    mine = {name: getattr(config.model, name) for name in ("path", "adapter", "from_scratch")}
     size = {"vocab_size": None}  # told by the tensors' shapes
-    mine["overrides"] = mine["overrides"] | size
-    other_overrides = {**theirs.get("overrides", {}), **size}
-    changed = [
-        name
-        for name in names
-        if name in theirs
-        and (other_overrides if name == "overrides" else theirs[name]) != mine[name]
-    ]
+    mine["overrides"] = {**config.model.overrides, **size}
+    mine["new_tokens"] = list(config.model.new_tokens)
+    there = theirs | {"overrides": {**theirs.get("overrides", {}), **size}}
+    changed = [name for name in mine if name in theirs and there[name] != mine[name]]
     wrong = [f"Set model.{name}={theirs[name]}" for name in changed]
     if other.get("alpha") != lora.alpha:
         wrong.append(f"Set model.lora.alpha={other.get('alpha')}")
