@@ -102,9 +102,8 @@ class Renderer:
             case "chat":
                 made = self._chats(good)
             case "preference":
-                made = _paired(
-                    self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS])
-                )
+                each = [{**v, "completion": v[name]} for v in good for name in ANSWERS]
+                made = _paired(self._prompts(each))
             case "chat_unpaired":
                 made = self._chats([{**v, "messages": _last_alone(v["messages"])} for v in good])
             case "chat_preference":

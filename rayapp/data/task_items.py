@@ -100,9 +100,8 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         lacks = [_lacks(*each) for each in zip(wanted, choices, strict=True)]
         if wrong := _unusable(f"{field}={task.path}", places, lacks):
             return None, wrong
-    return TaskRecords(
-        name, task, found.kind, tuple(zip(places, values, strict=True)), tuple(choices)
-    ), []
+    records = tuple(zip(places, values, strict=True))
+    return TaskRecords(name, task, found.kind, records, tuple(choices)), []
 
 
 def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, list[str]]:

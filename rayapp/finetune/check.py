@@ -151,10 +151,9 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
         config = config.with_fields("train", precision=fastest_precision(gpus))
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
-    left = [
-        name for name in ("micro_batch", "compile") if getattr(ready.config.train, name) is None
-    ]
-    return replace(ready, config=config, auto=tuple(left))
+    fields = ("micro_batch", "compile")
+    left = tuple(name for name in fields if getattr(ready.config.train, name) is None)
+    return replace(ready, config=config, auto=left)
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:

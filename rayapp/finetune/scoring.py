@@ -299,9 +299,8 @@ def _rows(items: Sequence[Item]) -> StepRows:
         labels[0, row, len(tokens) - 1 - len(answer) : len(tokens) - 1] = answer
     numbers = np.arange(len(items))[None]
     none = np.zeros((1, len(items)), np.int64)
-    return StepRows(
-        0, ids, labels, segments, none, numbers, numbers, tuple(range(1, len(items) + 1))
-    )
+    ends = tuple(range(1, len(items) + 1))
+    return StepRows(0, ids, labels, segments, none, numbers, numbers, ends)
 
 
 def _told(task: TaskItems, item: Item) -> ScoredItem:
