@@ -177,8 +177,10 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
         other = open_storage(chosen.run)
         problems = [] if steps_done(run) else _differences(config, other, chosen)
         if preset and config.model.tokenizer is None:
-            kept = {name: own[name] for name in ("tokenizer", "overrides") if chosen == begun}
-            fields |= kept or _made(config, other)
+            if chosen == begun:
+                fields |= {name: own[name] for name in ("tokenizer", "overrides")}
+            else:
+                fields |= _made(config, other)
     except (StorageError, CheckpointError, ValueError) as error:
         return config, [f"model.init_from={origin} is not usable: {error}"]
     if (config.model.tokenizer or "").startswith("bpe:"):
