@@ -50,16 +50,12 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def is_right(score: str, answer: str, wanted: str) -> bool:
-    """Say whether an answer is right by one of eval.tasks' scores.
+def judge_of(score: str) -> Callable[[str, str], object]:
+    """Return what says of (answer, wanted) whether it is right, by one of eval.tasks' scores.
 
-    >>> is_right("number", "So it is 1,024.", "2 ** 10 = 1024"), is_right("exact", "a", "b")
+    >>> judge_of("number")("So it is 1,024.", "2 ** 10 = 1024"), judge_of("exact")("a", "b")
     (True, False)
     """
-    return bool(_judge(score)(answer, wanted))
-
-
-def _judge(score: str) -> Callable[[str, str], object]:
     return load_code("score", score, checked=True) if ":" in score else RIGHT[score]
 
 
@@ -182,7 +178,7 @@ def _answers(
 ) -> list[ScoredItem]:
     """Let the model answer each item, and judge the answers; none if the judge has raised."""
     texts = _generated(task, parts, engine, room, stops)
-    scored, judge = list[ScoredItem](), _judge(task.task.score)
+    scored, judge = list[ScoredItem](), judge_of(task.task.score)
     for item, text in zip(task.items, texts, strict=True):
         try:
             right = bool(judge(text, item.wanted))
