@@ -185,14 +185,17 @@ def prepare_rows(
         recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
-    if source_rows.by_windows(config):
+    if config.data.window_bytes is not None and config.train.max_steps is not None:
         made, rest = source_rows.prepare_windows(config, recipes, root, phases, first)
     else:
         made = source_rows.prepare_each(config, recipes, root, phases, problems)
     problems += source_rows.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
-    return _joined(config, root, made), rest
+    if count > 1:
+        return repacked(root, list(made.values())), rest
+    mixture = config.data.mixture
+    return mixed(root, made, mixture) if mixture else made[config.data.path], rest
 
 
 def _recipe(
@@ -219,13 +222,6 @@ def _recipe(
         window_bytes=data.window_bytes,
         values=entry.values,
     )
-
-
-def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepared:
-    data = config.data
-    if data.packings > 1:
-        return repacked(root, list(made.values()))
-    return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
 
 
 def _begun(ready: CheckedLanguageRun, recipes: dict[str, RowRecipe]) -> dict[str, RowRecipe]:
