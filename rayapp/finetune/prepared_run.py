@@ -195,7 +195,8 @@ def prepare_rows(
     if count > 1:
         return repacked(root, list(made.values())), rest
     mixture = config.data.mixture
-    return mixed(root, made, mixture) if mixture else made[config.data.path], rest
+    joined = mixed(root, made, mixture) if mixture else made[config.data.path]
+    return joined, rest
 
 
 def _recipe(
