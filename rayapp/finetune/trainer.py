@@ -23,12 +23,13 @@ from rayapp.config.fields import PAIRS, TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
+from rayapp.data.tokens import prompt_ids
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.kto import Kto
 from rayapp.finetune.model_parts import Parts, compile_gain, compute_dtype, exact_base, make_parts
 from rayapp.finetune.references import References
-from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
+from rayapp.finetune.samples import AT_END, AT_EVALUATION, generated
 from rayapp.finetune.scoring import compared, leave_if_told, score_tasks
 from rayapp.model.sharding import find_blocks
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
@@ -186,19 +187,20 @@ class LanguageTrainer(Trainer):
         if not config.eval.prompts:
             return []
         engine.phases.begin("sampling")
-        return continued(
+        tokenizer, prompts = self.parts.tokenizer, config.eval.prompts
+        how = takes_template(config.data.kind), self.spec.system
+        texts = generated(
             self.parts,
-            config.eval.prompts,
+            [prompt_ids(tokenizer, prompt, *how) for prompt in prompts],
             self.device,
             engine.control,
             num_tokens,
-            chat=takes_template(config.data.kind),
-            system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
             leave=partial(leave_if_told, engine),
             room=config.micro_batch * config.data.seq_len,
         )
+        return list(zip(prompts, texts, strict=True))
 
     def finish(
         self, engine: Engine, storage: Storage, at: int, held_out: HeldOut, *, export: bool
