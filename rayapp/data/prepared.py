@@ -89,8 +89,7 @@ class Prepared:
     @property
     def windows_rows(self) -> tuple[tuple[int, ...], ...]:
         """Rows of each window that has some, of each source: `Order.windows`."""
-        each = self.shards_of_windows
-        return tuple(tuple(rows for _, rows in shards) for shards in each)
+        return tuple(tuple(rows for _, rows in shards) for shards in self.shards_of_windows)
 
     @property
     def shards_of_windows(self) -> list[list[tuple[str, int]]]:

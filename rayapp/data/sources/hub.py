@@ -59,9 +59,8 @@ def _dataset(path: str, commit: str) -> Any:
 
     name, config, split, _ = _parts(path)
     try:
-        return datasets.load_dataset(
-            name, config, split=split or "train", revision=commit, streaming=True
-        )
+        how = {"split": split or "train", "revision": commit}
+        return datasets.load_dataset(name, config, streaming=True, **how)
     except Exception as error:  # as above
         raise _missing(path, error) from error
 

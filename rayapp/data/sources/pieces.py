@@ -280,7 +280,6 @@ class RecordReader(Protocol):
 
     def __call__(self, path: str, /) -> Iterator[Mapping[str, Any] | str]:
         """Yield the records of a file in an order that is the same at each call."""
-        ...
 
 
 def is_own(format: str) -> bool:
