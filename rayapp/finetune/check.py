@@ -332,7 +332,6 @@ def _tokenizer(
 
 
 def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:
-    """Return the chat template that data.chat_template names."""
     name = config.data.chat_template
     if name is None or problems:
         return ""

@@ -202,7 +202,6 @@ def prepare_rows(
 def _recipe(
     ready: CheckedLanguageRun, entry: Input, tokenizer_url: str, tokenizer: Any
 ) -> RowRecipe:
-    """Return how the rows of a source are made."""
     data, pad = ready.config.data, tokenizer.pad_token_id
     templated = takes_template(entry.kind)
     return RowRecipe(

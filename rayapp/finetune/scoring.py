@@ -223,7 +223,6 @@ def _answered(task: TaskItems, said: Sequence[str], parts: Parts) -> TaskItems:
 
 
 def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
-    """Return the loss of each item's wanted answer."""
     items = [_cut(item, parts) for item in task.items]
     each = zip(items, _nats(items, parts, engine, room), strict=True)
     return [{**_told(task, item), "nats": nats, "tokens": len(item.answer)} for item, nats in each]

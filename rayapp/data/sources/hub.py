@@ -66,7 +66,6 @@ def _dataset(path: str, commit: str) -> Any:
 
 
 def _parts(path: str) -> tuple[str, str | None, str | None, str | None]:
-    """Return name, config, split and revision."""
     parts = ID.fullmatch(path)
     assert parts is not None, f"{path} is no id of the hub"
     return parts["name"], parts["config"], parts["split"], parts["revision"]

@@ -300,7 +300,6 @@ def reader_version(format: str) -> str:
 
 
 def _read_own(root: str, name: str, format: str) -> Iterator[Record]:
-    """Yield the records that the function makes of a file."""
     url = f"{opened(root).url.rstrip('/')}/{name}"
     try:
         function: RecordReader = load_code(OWN_FIELD, format, checked=True)
