@@ -205,9 +205,8 @@ class Renderer:
         assert self.chats is not None
         if self.special_tokens == TEXT:
             marked = [self.control.marked(chat) for chat in chats]
-            if any(spans != chat for spans, chat in zip(marked, chats, strict=True)):
-                each = zip(chats, marked, strict=True)
-                return [self._marked(chat, spans) for chat, spans in each]
+            if marked != list(chats):
+                return [self._marked(*each) for each in zip(chats, marked, strict=True)]
         return self._plain_chats(chats)
 
     def _plain_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:

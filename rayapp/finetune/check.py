@@ -287,9 +287,8 @@ def _model(
         run = open_storage(config.run.storage) / config.run.name
         config, wrong = with_origin(config, run, base.preset)
     problems += wrong
-    if wrong:
-        return config, base, None
-    return config, base, _tokenizer(config, base, kinds, problems)
+    tokenizer = None if wrong else _tokenizer(config, base, kinds, problems)
+    return config, base, tokenizer
 
 
 def _tokenizer(

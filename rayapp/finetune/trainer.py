@@ -112,6 +112,7 @@ class LanguageTrainer(Trainer):
     def engine(self, control: Any) -> Engine:
         spec, config = self.spec, self.spec.config
         names = tuple(spec.data.sources) if spec.order.source_ends else ()
+        mfu = mfu_of(spec, self.parts, self.device)
         engine = self.common_engine(
             control,
             rows_per_epoch=spec.data.epoch_rows,
@@ -119,9 +120,7 @@ class LanguageTrainer(Trainer):
             take_expert_tokens=self.parts.lm.routing.take,
             by_source=bool(names),
             may_wait=lambda batch: spec.order.more and batch.ends_block,
-            record=partial(
-                token_record, mfu_of(spec, self.parts, self.device), names, spec.data.pairs
-            ),
+            record=partial(token_record, mfu, names, spec.data.pairs),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
             blocks=find_blocks(self.parts.lm.hf),
