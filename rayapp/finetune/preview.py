@@ -134,18 +134,12 @@ def preview(ready: CheckedLanguageRun) -> list[Preview]:
 
 def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
     """Return the first documents of each source, their beginnings where they are long."""
-    return [
-        {
-            "path": entry.path,
-            "kind": entry.kind,
-            "documents": [
-                beginning(runs(tokenizer, document), CHARS)
-                for document in islice((each for _, d, _ in made for each in d or ()), SHOWN)
-            ],
-        }
-        for entry in ready.inputs
-        for made in [_rendered(ready, entry, tokenizer)]
-    ]
+    found = list[Rendered]()
+    for entry in ready.inputs:
+        every = (each for _, made, _ in _rendered(ready, entry, tokenizer) for each in made or ())
+        shown = [beginning(runs(tokenizer, each), CHARS) for each in islice(every, SHOWN)]
+        found.append({"path": entry.path, "kind": entry.kind, "documents": shown})
+    return found
 
 
 def system_of(ready: CheckedLanguageRun) -> str:
