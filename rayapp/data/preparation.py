@@ -112,7 +112,7 @@ class UnitTask:
     """Which of several recipes it is of."""
 
     def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it by its recipe: write a shard of each split, then `unit-<index>.json`.
+        """Do it by its recipe; with `packs`, write a shard of each split, then `unit-<index>.json`.
 
         These lie in `folder` of the URL, beside the hashes of the documents. Blocks of tokens,
         which lie at the URL, are made where they are missing. Memory: the tokens of this unit, or

@@ -107,8 +107,7 @@ class Prepared:
     @property
     def follow(self) -> tuple[bool, ...]:
         """Whether windows of each source are not prepared: `Order.follow`."""
-        pairs = zip(self.known, self.windows, strict=True)
-        return tuple(known < windows for known, windows in pairs)
+        return tuple(known < every for known, every in zip(self.known, self.windows, strict=True))
 
     @property
     def epoch_rows(self) -> int:

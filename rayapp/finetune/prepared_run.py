@@ -127,14 +127,13 @@ def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, An
     tokenizer = ready.tokenizer
     own = ready.model.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, ready.model.preset)
-    replaced = ready.template and config.data.chat_template != TRAINING
     trained = None
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
         trained = _trained_tokenizer(ready, root, name, phases)
         tokenizer = tokens.load_tokenizer(trained.url)
-    if replaced:
+    if ready.template and config.data.chat_template != TRAINING:
         tokenizer = copy.copy(tokenizer)  # that of the cache keeps its own
         tokenizer.chat_template = ready.template
     elif trained is not None:

@@ -58,8 +58,8 @@ def _dataset(path: str, commit: str) -> Any:
     import datasets
 
     name, config, split, _ = _parts(path)
+    how = {"split": split or "train", "revision": commit}
     try:
-        how = {"split": split or "train", "revision": commit}
         return datasets.load_dataset(name, config, streaming=True, **how)
     except Exception as error:  # as above
         raise _missing(path, error) from error
