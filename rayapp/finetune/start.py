@@ -46,8 +46,7 @@ def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, lis
         ]
     fields: dict[str, object] = {}
     if config.model.adapter == "merge":
-        problem = _merge_problem(config.model.lora)
-        problems = [problem] if problem else []
+        problems = _merge_problems(config.model.lora)
     else:
         lora = config.model.lora or adapter.lora
         problems = _changes(lora, adapter, source)
@@ -60,21 +59,19 @@ def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, lis
     return config, problems + combined_problems(config)
 
 
-def _merge_problem(lora: Lora | None) -> str | None:
-    """Return why new adapters cannot be trained on a merged adapter; None if they can."""
-    if lora is None:
-        return None
-    if lora.quantize != "none":
-        return (
+def _merge_problems(lora: Lora | None) -> list[str]:
+    """Return why new adapters cannot be trained on a merged adapter."""
+    if lora is not None and lora.quantize != "none":
+        return [
             f"model.lora.quantize={lora.quantize} is in conflict: model.adapter=merge changes the "
             "weights that would be held in 4 bits. Set model.lora.quantize=none"
-        )
-    if not lora.merge:
-        return (
+        ]
+    if lora is not None and not lora.merge:
+        return [
             "model.lora.merge=false is in conflict: with model.adapter=merge no folder holds the "
             "base of the new adapters. Set model.lora.merge=true"
-        )
-    return None
+        ]
+    return []
 
 
 def with_new_tokens(
