@@ -226,6 +226,7 @@ def _recipe(
 def _begun(ready: CheckedLanguageRun, recipes: dict[str, RowRecipe]) -> dict[str, RowRecipe]:
     """Return the recipes with which this run has begun: of the version before, or these."""
     data, (newest, _) = ready.config.data, latest(ready.run)
+    began: object = None
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
     elif ready.run.exists(PLAN):
