@@ -3,7 +3,7 @@
     python bench/data.py [--rounds 3] [--mib 16] [--steps 60]
 
 Two made-up corpora of JSONL, short documents ({"text"}) and chats ({"messages"}), are brought from
-the file to packed rows of 512 tokens on disk. rayapp runs `prepare_unit` on unit after unit,
+the file to packed rows of 512 tokens on disk. rayapp does the `UnitTask` of unit after unit,
 without Ray. The other sides run `load_dataset`, a tokenising `map(batched=True)` and TRL's
 `pack_dataset` (`bfd` and `wrapped`), with the same tokenizer. All make the mask of what the
 assistant says. `raw` encodes the texts of the documents by `encode_batch_fast`, and does no more.
@@ -54,7 +54,7 @@ def ours(path: str, kind: str, tokenizer_url: str, folder: str) -> dict[str, flo
     start = time.process_time()
     units = sources.units(recipe.source, 0.0)
     for index, unit in enumerate(units):
-        prepare.prepare_unit(recipe, folder, recipe.fingerprint, "train", index, unit)
+        prepare.UnitTask(index, "train", unit).run(recipe, folder, recipe.fingerprint)
     seconds = time.process_time() - start
     storage = open_storage(folder) / recipe.fingerprint
     made = [

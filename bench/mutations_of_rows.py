@@ -276,8 +276,8 @@ ROWS = (
     Mutation(
         "tokens-of-another-tokenizer",
         RECIPE,
-        '                "tokenizer": self.tokenizer_digest,\n                "version": [',
-        '                "version": [',
+        '            "tokenizer": self.tokenizer_digest,\n            "version": [',
+        '            "version": [',
         "tests/test_data_preparation.py -k other_tokens",
     ),
     Mutation(

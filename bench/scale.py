@@ -139,7 +139,7 @@ def prepared_rows(recipe: RowRecipe, folder: Path) -> None:
     """Prepare every unit here, then write the manifest."""
     root = LocalStorage(str(folder / "rows"))
     for index, (origin, unit) in enumerate(prepare.jobs_of(recipe)):
-        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, origin, index, unit)
+        prepare.UnitTask(index, origin, unit).run(recipe, root.url, recipe.fingerprint)
     prepare.prepare(recipe, root)
 
 

@@ -34,7 +34,7 @@ def make(recipe: RowRecipe, out: Path) -> float:
     """Prepare every unit in this process; return CPU seconds."""
     start = time.process_time()
     for index, unit in enumerate(sources.units(recipe.source, recipe.eval_fraction)):
-        prepare.prepare_unit(recipe, str(out), recipe.fingerprint, "train", index, unit)
+        prepare.UnitTask(index, "train", unit).run(recipe, str(out), recipe.fingerprint)
     return time.process_time() - start
 
 

@@ -122,12 +122,12 @@ def test_a_run_takes_its_packings_in_turn(tmp_path: Path, monkeypatch: pytest.Mo
     ready = ready_run(tmp_path, "a.jsonl", packings=2)
     update = {"epochs": 3, "max_steps": None, "tokens_per_step": 64, "micro_batch": 2}
     train = ready.config.train.model_copy(update=update)
-    config = ready.config.model_copy(update={"train": train})
+    ready.config = config = ready.config.model_copy(update={"train": train})
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
-    plain = prepare._recipe(ready, config, ready.inputs[0], url, tokenizer)
+    plain = prepare._recipe(ready, ready.inputs[0], url, tokenizer)
     for number in range(2):
         make(replace(plain, packing=number), open_storage(str(tmp_path)) / ".prepared")
-    prepared, rest = prepare.prepare_rows(ready, config, url, tokenizer, Phases())
+    prepared, rest = prepare.prepare_rows(ready, url, tokenizer, Phases())
     first, second = prepared.packings
     order = prepare.order_of(config, prepared)
     assert rest is None and order.packings == (first, second)

@@ -113,7 +113,7 @@ def make(recipe: RowRecipe, root: Storage, only: slice = slice(None)) -> Storage
     """Prepare units here, one after the other, as the tasks do; return the folder."""
     storage = root / recipe.fingerprint
     for index, (origin, unit) in list(enumerate(jobs_of(recipe)))[only]:
-        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, origin, index, unit)
+        prepare.UnitTask(index, origin, unit).run(recipe, root.url, recipe.fingerprint)
     return storage
 
 

@@ -338,7 +338,7 @@ def test_compressed_text_is_cut_at_line_ends(
 ) -> None:
     text = "".join(f"line {n} \U0001f600\n" for n in range(200))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    monkeypatch.setattr("rayapp.data.sources.pieces.TEXT_BYTES", 100)
+    monkeypatch.setattr("rayapp.data.sources.streams.TEXT_BYTES", 100)
     records = read(sources.find(str(tmp_path / "a.txt.gz")), 0.1)
     assert "".join(record.value for record in records) == text and len(records) > 20
     assert all(record.value.endswith("\n") and len(record.value) < 130 for record in records)

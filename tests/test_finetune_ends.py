@@ -238,7 +238,7 @@ def trained(folder: Path, case: str) -> tuple[Path, dict[str, Any]]:
     )
     root = open_storage(str(folder / "prepared"))
     for index, unit in enumerate(sources.units(source, 0.0)):
-        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, "train", index, unit)
+        prepare.UnitTask(index, "train", unit).run(recipe, root.url, recipe.fingerprint)
     prepared = prepare.prepare(recipe, root)
     order = Order.for_steps(prepared.num_rows("train"), 4, 4, 0, 40)
     url = str(folder / "run")

@@ -65,11 +65,11 @@ def test_a_run_that_began_with_rows_of_the_version_before_goes_on_with_them(
         more = {"window_bytes": 1000}
     train = ready.config.train.model_copy(update={"max_steps": 5, "tokens_per_step": 64})
     data = ready.config.data.model_copy(update=more)
-    config = ready.config.model_copy(update={"data": data, "train": train})
+    ready.config = ready.config.model_copy(update={"data": data, "train": train})
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
 
     def given() -> Prepared:
-        return prepare.prepare_rows(ready, config, url, tokenizer, Phases())[0]
+        return prepare.prepare_rows(ready, url, tokenizer, Phases())[0]
 
     new = given()
     with monkeypatch.context() as patch:
@@ -107,14 +107,14 @@ def test_a_template_of_the_users_is_saved_with_the_tokenizer_and_a_training_one_
     ready.template = template
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokenizer.chat_template == template
-    made = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
+    made = prepare._recipe(ready, ready.inputs[0], url, tokenizer)
     assert not made.template and "chat_template" not in made.parts()
 
     ready = ready_run(tmp_path, "a.jsonl", chat_template="training", reasoning="mask")
     ready.template = template
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     assert tokens.load_tokenizer(url).chat_template == tokens.CHAT_TEMPLATE
-    made = prepare._recipe(ready, ready.config, ready.inputs[0], url, tokenizer)
+    made = prepare._recipe(ready, ready.inputs[0], url, tokenizer)
     assert made.template == template and made.parts()["reasoning"] == "mask"
     assert made.parts()["chat_template"]
 
@@ -133,7 +133,8 @@ def test_a_run_of_windows_prepares_those_that_its_steps_need(
     def order_and_rows(**fields: int) -> tuple[Order, Prepared]:
         update = {"max_steps": None, "tokens_per_step": 64, "micro_batch": 2, **fields}
         asked = config.model_copy(update={"train": config.train.model_copy(update=update)})
-        prepared, _ = prepare.prepare_rows(ready, asked, url, tokenizer, Phases())
+        ready.config = asked
+        prepared, _ = prepare.prepare_rows(ready, url, tokenizer, Phases())
         return prepare.order_of(asked, prepared), prepared
 
     few, of_few = order_and_rows(max_steps=5)
@@ -163,15 +164,15 @@ def test_a_mixture_of_windows_begins_with_the_first_of_each_source(
     data = ready.config.data.model_copy(update={"window_bytes": 1000, "mixture": shares})
     update = {"max_steps": 6, "tokens_per_step": 64, "micro_batch": 2}
     train = ready.config.train.model_copy(update=update)
-    config = ready.config.model_copy(update={"data": data, "train": train})
+    ready.config = config = ready.config.model_copy(update={"data": data, "train": train})
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     phases = Phases()
-    first, rest = prepare.prepare_rows(ready, config, url, tokenizer, phases, first=4)
+    first, rest = prepare.prepare_rows(ready, url, tokenizer, phases, first=4)
     assert rest is not None and phases.current.phase == "tokenising 2 sources together"
     assert rest._thread is not None
     rest._thread.join(60)
     assert rest.ended and rest.problem is None and phases.beside == ""
-    beforehand, none = prepare.prepare_rows(ready, config, url, tokenizer, Phases())
+    beforehand, none = prepare.prepare_rows(ready, url, tokenizer, Phases())
     assert none is None and beforehand.known >= first.known
     assert beforehand.known < beforehand.windows, "no more than the steps need"
     assert beforehand.fingerprint == first.fingerprint and len(first.folders) == 2
@@ -202,7 +203,7 @@ def test_what_is_wrong_with_a_source_of_windows_is_told_of_that_source(
     shares = {"a.jsonl": 3.0, "b.jsonl": 1.0}
     data = ready.config.data.model_copy(update={"window_bytes": 2**20, "mixture": shares})
     train = ready.config.train.model_copy(update={"max_steps": 2, "tokens_per_step": 64})
-    config = ready.config.model_copy(update={"data": data, "train": train})
+    ready.config = ready.config.model_copy(update={"data": data, "train": train})
     url, tokenizer = prepare.shared_tokenizer(ready, Phases())
     with pytest.raises(ConfigError, match=r"data\.mixture=b\.jsonl is unusable in 90"):
-        prepare.prepare_rows(ready, config, url, tokenizer, Phases())
+        prepare.prepare_rows(ready, url, tokenizer, Phases())

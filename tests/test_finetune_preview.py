@@ -45,7 +45,8 @@ def chats(tmp_path: Path) -> Path:
 
 def test_chats_are_shown_with_what_bears_loss(chats: Path, tmp_path: Path) -> None:
     (found,) = preview(checked(tmp_path, data__path=str(chats), data__bad_rows="0.9"))
-    assert (found.kind, found.format, found.records, found.duplicates) == ("chat", "jsonl", 4, 1)
+    assert (found.entry.kind, found.entry.source.format) == ("chat", "jsonl")
+    assert (found.records, found.duplicates) == (4, 1)
     whole = runs(found.tokenizer, found.documents[0])
     assert [text for text, loss in whole if loss] == ["answer<|im_end|>"]
     assert "".join(text for text, _ in whole).startswith("<|im_start|>user\nask<|im_end|>")
@@ -54,8 +55,8 @@ def test_chats_are_shown_with_what_bears_loss(chats: Path, tmp_path: Path) -> No
         "has 'messages' that are not a list of messages": 1,
     }
     assert found.examples["has no assistant message"].endswith("chats.jsonl:3")
-    size = found.seq_len
-    assert found.rows == 1 and found.fill == pytest.approx((sum(found.lengths) - 2) / size)
+    rows, size = found.packed.rows, found.packed.layout.seq_len
+    assert len(rows) == 1 and found.packed.fill == pytest.approx((sum(found.lengths) - 2) / size)
 
 
 def test_items_of_tasks_that_tell_little_are_counted_and_named(
@@ -113,7 +114,7 @@ def test_each_source_of_a_mixture_is_shown(chats: Path, tmp_path: Path) -> None:
         model__tokenizer="bpe:300",
     )
     text, chat = preview(ready)
-    assert (text.kind, chat.kind) == ("text", "chat") and text.share_of_loss == 1.0
+    assert (text.entry.kind, chat.entry.kind) == ("text", "chat") and text.share_of_loss == 1.0
     assert text.tokenizer is chat.tokenizer and 259 < len(text.tokenizer) <= 300
 
 
@@ -135,9 +136,9 @@ def test_what_is_not_used_is_what_the_template_does_not_read(tmp_path: Path) -> 
     template.write_text(CHAT_TEMPLATE + "{% if false %}{{ message.tool_plan }}{% endif %}")
     fields = {"data__path": str(path), "data__chat_template": str(template)}
     (found,) = preview(checked(tmp_path, **fields))
-    assert found.unused == ("id", "messages.refusal") and found.notes == {SILENT: 1}
+    assert found.entry.unused == ("id", "messages.refusal") and found.notes == {SILENT: 1}
     (found,) = preview(checked(tmp_path, data__path=str(path)))
-    assert found.unused == ("id", "messages.refusal", "messages.tool_plan")
+    assert found.entry.unused == ("id", "messages.refusal", "messages.tool_plan")
 
 
 def test_answers_that_are_rendered_otherwise_later_are_documents_of_their_own(

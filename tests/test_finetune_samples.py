@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rayapp.config import Config, from_dict
 from rayapp.data.token_rows import local_steps
-from rayapp.data.tokens import load_tokenizer
+from rayapp.data.tokens import load_tokenizer, prompt_ids
 from rayapp.finetune import samples
 from rayapp.finetune.model_parts import make_parts
 from rayapp.storage import open_storage
@@ -136,9 +136,10 @@ def counting_worker(rank: int, world: int, spec: LanguageSpec, fits: bool, out: 
         samples._fits = lambda *_: False
     parts.lm.hf.get_input_embeddings().register_forward_pre_hook(see)
     control, found = torch.distributed.new_group(backend="gloo"), []
+    ids = [prompt_ids(parts.tokenizer, chat, True) for chat in CHATS]
     for count in (3, 9):
         gathers[0], lengths[:], texts[:] = 0, [], []
-        told = samples.continued(parts, CHATS, torch.device("cpu"), control, count, chat=True)
+        told = samples.generated(parts, ids, torch.device("cpu"), control, count)
         found.append((gathers[0], list(lengths)))
     Path(out, f"{fits}-{rank}.json").write_text(json.dumps([told, texts[1:2], found]))
 
@@ -174,4 +175,4 @@ def test_a_token_is_run_once_and_weights_are_gathered_once_a_call(
     assert everywhere[2][1][1] == short_and_long[1][1]
     freed = everywhere[2][1][0] - everywhere[2][0][0]
     assert freed == (6 if strategy == "full_shard" else 0)  # the first block, for each token
-    assert len(dict(told)[CHATS[0]]) > 0
+    assert len(told[0]) > 0

@@ -26,7 +26,7 @@ from rayapp.data.token_rows import local_steps
 from rayapp.data.tokens import load_tokenizer
 from rayapp.finetune import scoring as tasks
 from rayapp.finetune.code_check import code_digests
-from rayapp.finetune.scoring import bootstrapped, compared, estimate, is_right
+from rayapp.finetune.scoring import bootstrapped, compared, estimate, judge_of
 from rayapp.observe.records import TaskResult
 from rayapp.observe.run_folder import items_file
 from rayapp.storage import open_storage
@@ -65,7 +65,8 @@ def test_a_function_of_yours_judges_and_one_that_raises_leaves_its_task_out(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "judges", raising=False)
-    assert is_right("judges:longer", "abc", "ab") and not is_right("judges:longer", "a", "ab")
+    longer = judge_of("judges:longer")
+    assert longer("abc", "ab") and not longer("a", "ab")
     config = load(None, {"eval.tasks": {"t": {"path": "t.jsonl", "score": "judges:longer"}}})
     assert code_in(config.model_dump()) == [("eval.tasks.t.score", "judges:longer")]
     problems = list[str]()
@@ -247,7 +248,7 @@ def test_a_stop_ends_the_scoring_before_the_first_step(inputs: Path) -> None:  #
 
 @pytest.mark.parametrize(("score", "answer", "wanted", "right"), CASES)
 def test_an_answer_is_right_or_not(score: str, answer: str, wanted: str, right: bool) -> None:
-    assert is_right(score, answer, wanted) is right
+    assert judge_of(score)(answer, wanted) is right
 
 
 @pytest.mark.parametrize(

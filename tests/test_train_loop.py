@@ -118,7 +118,7 @@ def prepared_of(config: Config, folder: Path) -> Prepared:
     )
     root = open_storage(str(folder / "prepared"))
     for index, unit in enumerate(sources.units(source, config.data.eval_fraction)):
-        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, "train", index, unit)
+        prepare.UnitTask(index, "train", unit).run(recipe, root.url, recipe.fingerprint)
     return prepare.prepare(recipe, root)
 
 

@@ -82,7 +82,7 @@ def prepared_of(folder: Path, path: str, values: tuple[str, ...] = ()) -> Prepar
     )
     root = open_storage(str(folder / "prepared"))
     for index, unit in enumerate(sources.units(source, held_out)):
-        prepare.prepare_unit(recipe, root.url, recipe.fingerprint, "train", index, unit)
+        prepare.UnitTask(index, "train", unit).run(recipe, root.url, recipe.fingerprint)
     return prepare.prepare(recipe, root)
 
 

@@ -86,8 +86,7 @@ def prepare(argv: list[str]) -> int:
             phases.begin(f"starting Ray ({address})")
             # Of the cluster only CPUs are asked for: those of the tasks.
             fields = {"workers": "1", "gpu": "false", "resources": {}}
-            tasks = {"cluster": ready.config.cluster.model_copy(update=fields)}
-            with connected(ready.config.model_copy(update=tasks), address):
+            with connected(ready.config.with_fields("cluster", **fields), address):
                 prepared = prepare_beforehand(ready, phases)
                 phases.begin("")
     print(summary(prepared))
@@ -113,13 +112,14 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
         console.print(Text.assemble((f"{label:14}", "bold"), text), soft_wrap=True)
 
     lengths = preview.lengths or [0]
-    read = f"{preview.format}, {preview.kind}; the first {preview.records} records"
-    say("source", f"{preview.path}: {read}")
+    entry, seq_len = preview.entry, preview.packed.layout.seq_len
+    read = f"{entry.source.format}, {entry.kind}; the first {preview.records} records"
+    say("source", f"{entry.path}: {read}")
     sizes = f"{len(preview.documents)} of {min(lengths)} to {max(lengths)} tokens"
     share = f"{preview.share_of_loss:.1%} bear loss; {preview.duplicates} repeat another"
     say("documents", f"{sizes}, {share}")
-    over = sum(length > preview.seq_len for length in lengths)
-    filled = f"{preview.rows} of {preview.seq_len} tokens, {preview.fill:.1%} full"
+    over = sum(length > seq_len for length in lengths)
+    filled = f"{len(preview.packed.rows)} of {seq_len} tokens, {preview.packed.fill:.1%} full"
     say("rows", f"{filled}; {over} documents are longer")
     for line in preview.ends:
         say("ends", line)
@@ -127,8 +127,8 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
         say("unusable", f"{count} {why}, first {preview.examples[why]}")
     for what, count in preview.notes.items():
         say("noted", f"{count} {what}")
-    if preview.unused:
-        say("not used", f"columns {', '.join(preview.unused)}")
+    if entry.unused:
+        say("not used", f"columns {', '.join(entry.unused)}")
     for number, document in enumerate(preview.documents[:shown], 1):
         legend = "green" if console.is_terminal else "in brackets"
         console.rule(f"document {number}, what bears loss is {legend}", align="left", style="dim")

@@ -253,9 +253,7 @@ class Config(RunConfig):
 
     def with_micro_batch(self, size: int) -> Config:
         """Return a copy with `size` rows in a micro-batch."""
-        return self.model_copy(
-            update={"train": self.train.model_copy(update={"micro_batch": size})}
-        )
+        return self.with_fields("train", micro_batch=size)
 
     @property
     def evaluated(self) -> dict[str, bool]:

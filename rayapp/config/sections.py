@@ -284,8 +284,12 @@ class RunConfig(Section):
 
     def on(self, instance: str | None) -> Self:
         """Return the config with this one choice as cluster.instance."""
-        cluster = self.cluster.model_copy(update={"instance": instance})
-        return self.model_copy(update={"cluster": cluster})
+        return self.with_fields("cluster", instance=instance)
+
+    def with_fields(self, section: str, **fields: object) -> Self:
+        """Return the config with these values, which are not checked, in one section."""
+        changed = getattr(self, section).model_copy(update=fields)
+        return self.model_copy(update={section: changed})
 
     @property
     def origin(self) -> Origin | None:

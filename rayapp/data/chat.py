@@ -130,9 +130,8 @@ class ChatTemplate:
         self.turn_ends = tuple(filter(None, map(str, tokenizer.get_added_vocab())))
         by_length = sorted(self.turn_ends, key=len, reverse=True)
         self.tokens = re.compile("|".join(map(re.escape, by_length))) if by_length else None
-        self.no_words = re.compile(
-            "(?:" + "|".join([r"\s", *map(re.escape, self.turn_ends)]) + ")*"
-        )
+        blanks = "|".join([r"\s", *map(re.escape, self.turn_ends)])
+        self.no_words = re.compile(f"(?:{blanks})*")
         self.tests_content = TESTS_CONTENT.search(template) is not None
         self.takes_parts = TAKES_PARTS.search(template) is not None
         self.marked = GENERATION.search(template) is not None
@@ -202,12 +201,10 @@ class ChatTemplate:
         texts: dict[int, tuple[str, Spans]] = {}  # by the last answer that it has
         rest, text = dict(answers), full
         while rest:
-            kept = {i: spans for i, each in rest.items() if (spans := self._kept(text, each))}
+            kept = {i: found for i, each in rest.items() if (found := self._kept(text, each))}
             if kept:
-                texts[max(kept)] = (
-                    text,
-                    [(a, b) for each in kept.values() for a, b in each if a < b],
-                )
+                spans = [(a, b) for each in kept.values() for a, b in each if a < b]
+                texts[max(kept)] = text, spans
             rest = {i: each for i, each in rest.items() if i not in kept}
             text = rest[max(rest)].text if rest else ""
         return [texts[last] for last in sorted(texts)] or [(full, [])]

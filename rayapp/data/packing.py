@@ -31,9 +31,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-IGNORE = (
-    -100
-)  # the label that bears no loss. Source: torch.nn.functional.cross_entropy, ignore_index
+IGNORE = -100  # the label that bears no loss: torch.nn.functional.cross_entropy's ignore_index
 MAX_SEGMENTS = 2**16 - 1  # segment numbers are uint16, and 0 is padding
 
 # document  what a user wrote: tokens, with BOS and EOS where the tokenizer wants them
@@ -302,9 +300,8 @@ def filled(
     input_ids, labels, segments = rows["input_ids"], rows["labels"], rows["segments"]  # [N, S]
     input_ids[...] = pad_id
     bears, counts = np.zeros(shape, np.bool_), np.zeros(shape, num_bytes[:0].dtype)  # [N, S]
-    for piece, (row, place, start, length, number) in enumerate(
-        zip(*(c.tolist() for c in (row_of, places, starts, lengths, numbers)), strict=True)
-    ):
+    pieces = zip(*(c.tolist() for c in (row_of, places, starts, lengths, numbers)), strict=True)
+    for piece, (row, place, start, length, number) in enumerate(pieces):
         here, targets = slice(place, place + length), slice(start + 1, start + 1 + length)
         some = tokens[start : start + length + 1]
         input_ids[row, here], labels[row, here] = some[:-1], some[1:]
@@ -314,9 +311,8 @@ def filled(
             rows["values"][row, :, here] = values[piece, :, None]
     if layout.edges is not None:
         segments *= 2
-        for row, place, edge in zip(
-            *(c.tolist() for c in (row_of, places, layout.edges[begin:end])), strict=True
-        ):
+        edges = layout.edges[begin:end]
+        for row, place, edge in zip(*(c.tolist() for c in (row_of, places, edges)), strict=True):
             segments[row, place : place + edge] -= 1
     labels[~bears] = IGNORE
     rows["target_bytes"] = np.sum(counts, axis=1, dtype=np.int64, where=bears)

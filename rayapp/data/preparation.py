@@ -112,23 +112,55 @@ class UnitTask:
     """Which of several recipes it is of."""
 
     def run(self, recipe: RowRecipe, url: str, folder: str) -> None:
-        """Do it by its recipe; rows go to `folder` of the URL.
+        """Do it by its recipe; with `packs`, write a shard of each split, then `unit-<index>.json`.
+
+        These lie in `folder` of the URL, beside the hashes of the documents. Blocks of tokens,
+        which lie at the URL, are made where they are missing. Memory: the tokens of this unit, or
+        of a batch of a stream.
 
         Raises:
             SourceError: a file is not of its format, so that the rest cannot be read.
         """
+        source = self._source(recipe)
+        store = TokenStore(open_storage(url) / FOLDER / recipe.tokens_key(source))
         if self.packs:
-            prepare_unit(recipe, url, folder, self.origin, self.index, self.unit)
+            self._pack(recipe, open_storage(url) / folder, source, store)
             return
-        source, store = _source_and_store(recipe, url, self.origin)
         for block in self.unit.blocks:
             key, pieces = sources.content_key(source, block.pieces)
             store.make(key, partial(tokenised, recipe, source, pieces))
 
-    def place(self, recipe: RowRecipe) -> str:
-        """Return the first piece that it reads, and the number of the others."""
+    def _pack(
+        self, recipe: RowRecipe, storage: Storage, source: sources.DataSource, store: TokenStore
+    ) -> None:
+        fraction = _fraction(recipe) if self.origin == "train" else 1.0
+        evaluated = self.origin == "eval" or recipe.window_bytes is None or self.index == 0
+        evaluated = evaluated and not recipe.packing
+        with ExitStack() as stack:
+            rows = UnitRows(recipe, source, storage, self.index, stack)
+            for block in self.unit.blocks:
+                key, pieces = sources.content_key(source, block.pieces)
+                rows.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
+                made = store.sections(key, partial(tokenised, recipe, source, pieces))
+                for piece, record in _taken(source, block, made):
+                    rows.count(piece, record)
+                    if record.document is not None:
+                        held_out = sources.is_eval(piece, record.drawn, fraction)
+                        if evaluated or not held_out:
+                            split = "eval" if held_out else "train"
+                            rows.add(split, piece, record)
+            summary = rows.summary()
+        storage.write(_hashes_name(self.index), bytes(rows.hashes))
+        write_account(storage, unit_name(self.index), summary)
+
+    def _source(self, recipe: RowRecipe) -> sources.DataSource:
         source = recipe.source if self.origin == "train" else recipe.eval_source
         assert source is not None
+        return source
+
+    def place(self, recipe: RowRecipe) -> str:
+        """Return the first piece that it reads, and the number of the others."""
+        source = self._source(recipe)
         first, more = self.unit.pieces[0], len(self.unit.pieces) - 1
         if first.is_stream:
             place = f"{source.root}/{first.file}"
@@ -152,49 +184,6 @@ def jobs_of(recipe: RowRecipe) -> list[Job]:
     if recipe.eval_source is not None and not recipe.packing:
         jobs += [("eval", unit) for unit in sources.units(recipe.eval_source, 1.0)]
     return jobs
-
-
-def _source_and_store(
-    recipe: RowRecipe, root: str, origin: str
-) -> tuple[sources.DataSource, TokenStore]:
-    source = recipe.source if origin == "train" else recipe.eval_source
-    assert source is not None
-    return source, TokenStore(open_storage(root) / FOLDER / recipe.tokens_key(source))
-
-
-def prepare_unit(
-    recipe: RowRecipe, root: str, folder: str, origin: str, index: int, unit: sources.ReadUnit
-) -> None:
-    """Pack the documents of one unit: write a shard of each split, then `unit-<index>.json`.
-
-    These lie in `folder` of the URL `root`, beside the hashes of the documents. Blocks of tokens,
-    which lie in `root`, are made where they are missing. Memory: the tokens of this unit, or of a
-    batch of a stream.
-
-    Raises:
-        SourceError: a file is not of its format, so that the rest cannot be read.
-    """
-    storage = open_storage(root) / folder
-    source, store = _source_and_store(recipe, root, origin)
-    fraction = _fraction(recipe) if origin == "train" else 1.0
-    evaluated = origin == "eval" or recipe.window_bytes is None or index == 0
-    evaluated = evaluated and not recipe.packing
-    with ExitStack() as stack:
-        rows = UnitRows(recipe, source, storage, index, stack)
-        for block in unit.blocks:
-            key, pieces = sources.content_key(source, block.pieces)
-            rows.blocks.append(f"{recipe.tokens_key(source)}/{name_of(key)}")
-            made = store.sections(key, partial(tokenised, recipe, source, pieces))
-            for piece, record in _taken(source, block, made):
-                rows.count(piece, record)
-                if record.document is not None:
-                    held_out = sources.is_eval(piece, record.drawn, fraction)
-                    if evaluated or not held_out:
-                        split = "eval" if held_out else "train"
-                        rows.add(split, piece, record)
-        summary = rows.summary()
-    storage.write(_hashes_name(index), bytes(rows.hashes))
-    write_account(storage, unit_name(index), summary)
 
 
 def _taken(

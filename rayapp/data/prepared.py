@@ -89,8 +89,7 @@ class Prepared:
     @property
     def windows_rows(self) -> tuple[tuple[int, ...], ...]:
         """Rows of each window that has some, of each source: `Order.windows`."""
-        each = self.shards_of_windows
-        return tuple(tuple(rows for _, rows in shards) for shards in each)
+        return tuple(tuple(rows for _, rows in shards) for shards in self.shards_of_windows)
 
     @property
     def shards_of_windows(self) -> list[list[tuple[str, int]]]:
@@ -108,8 +107,7 @@ class Prepared:
     @property
     def follow(self) -> tuple[bool, ...]:
         """Whether windows of each source are not prepared: `Order.follow`."""
-        pairs = zip(self.known, self.windows, strict=True)
-        return tuple(known < windows for known, windows in pairs)
+        return tuple(known < every for known, every in zip(self.known, self.windows, strict=True))
 
     @property
     def epoch_rows(self) -> int:
@@ -135,12 +133,17 @@ class Prepared:
 
     def rows(self, split: str) -> TokenRows:
         """Open the rows of `train` or `eval`."""
-        storage = open_storage(self.url)
-        if split == "train" and self.windows:
-            of_rows = self.seq_len, self.columns, self.pairs
-            return rows_of_windows(storage, self.shards_of_windows, *of_rows)
-        shards = self.shards[split]
-        return TokenRows(storage, shards, self.seq_len, columns=self.columns, pairs=self.pairs)
+        firsts = self._firsts_of_windows() if split == "train" and self.windows else None
+        how = self.seq_len, firsts, self.columns, self.pairs
+        return TokenRows(open_storage(self.url), self.shards[split], *how)
+
+    def _firsts_of_windows(self) -> list[int]:
+        """Return the number of each shard's first row; source j begins at j * SOURCE_ROWS."""
+        return [
+            source * SOURCE_ROWS + first
+            for source, rows in enumerate(self.windows_rows)
+            for first in np.cumsum([0, *rows])[:-1].tolist()
+        ]
 
     def num_rows(self, split: str) -> int:
         return int(self.counts[split]["rows"])
@@ -218,10 +221,7 @@ def write_account(storage: Storage, name: str, values: Mapping[str, object]) -> 
     storage.write(name, json.dumps({**values, "checksum": checksum}, indent=1).encode())
 
 
-@functools.cache
-def _adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return what checks values of a kind; it takes a millisecond to make."""
-    return TypeAdapter(kind)
+_adapter_of = functools.cache(TypeAdapter[Any])  # which takes a millisecond to make
 
 
 def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | None:
@@ -241,15 +241,11 @@ def account_of(storage: Storage, name: str, kind: type[Account]) -> Account | No
 def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, float]) -> Prepared:
     """Return a mixture of prepared data sets under `root`; its rows are those of each part in turn.
 
-    Rows of windows have the numbers of `rows_of_windows`. `parts` are sorted by path. Nothing is
-    written: a part may be in several mixtures.
+    Rows of windows are numbered by source. `parts` are sorted by path. Nothing is written: a part
+    may be in several mixtures.
     """
-    shards: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
     parts = dict(sorted(parts.items()))  # so that the order in the config does not matter
     names = parts_of_mixture({path: part.parts for path, part in parts.items()}, weights)
-    for part in parts.values():
-        for split in SPLITS:
-            shards[split] += [(f"{part.fingerprint}/{n}", rows) for n, rows in part.shards[split]]
     documents = [part.counts["train"]["documents"] for part in parts.values()]
     repeated = sum(n * part.duplicates for n, part in zip(documents, parts.values(), strict=True))
     return Prepared(
@@ -257,7 +253,7 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
         fingerprint=fingerprint(names),
         parts=names,
         seq_len=next(iter(parts.values())).seq_len,
-        shards=shards,
+        shards={split: _shards_below(parts.values(), split) for split in SPLITS},
         counts={s: summed(part.counts[s] for part in parts.values()) for s in SPLITS},
         bad=added(part.bad for part in parts.values()),
         examples=[each for part in parts.values() for each in part.examples][:MAX_EXAMPLES],
@@ -273,6 +269,11 @@ def mixed(root: Storage, parts: Mapping[str, Prepared], weights: Mapping[str, fl
     )
 
 
+def _shards_below(parts: Iterable[Prepared], split: str) -> list[tuple[str, int]]:
+    """Return the shards of data sets in turn, each with the folder of its data set."""
+    return [(f"{part.fingerprint}/{n}", rows) for part in parts for n, rows in part.shards[split]]
+
+
 def parts_of_mixture(
     parts: Mapping[str, Mapping[str, object]], weights: Mapping[str, float]
 ) -> dict[str, object]:
@@ -281,42 +282,17 @@ def parts_of_mixture(
     return {"weights": dict(weights)} | each
 
 
-def rows_of_windows(
-    storage: Storage,
-    sources: Sequence[Sequence[tuple[str, int]]],
-    seq_len: int,
-    columns: int = 0,
-    pairs: bool = False,
-) -> TokenRows:
-    """Return the rows of each source's windows, those of source j from j * SOURCE_ROWS on."""
-    firsts = [
-        source * SOURCE_ROWS + end - rows
-        for source, shards in enumerate(sources)
-        for end, (_, rows) in zip(
-            itertools.accumulate(rows for _, rows in shards), shards, strict=True
-        )
-    ]
-    return TokenRows(storage, [*itertools.chain(*sources)], seq_len, firsts, columns, pairs)
-
-
 def repacked(root: Storage, packings: Sequence[Prepared]) -> Prepared:
     """Return several packings under `root` as one data set; its rows are those of each in turn."""
     first = packings[0]
-    shards = {
-        split: [
-            (f"{part.fingerprint}/{name}", rows)
-            for part in parts
-            for name, rows in part.shards[split]
-        ]
-        for split, parts in (("train", packings), ("eval", packings[:1]))
-    }
+    held_out = _shards_below(packings[:1], "eval")
     parts = first.parts | {"packings": len(packings)}
     return replace(
         first,
         url=root.url,
         fingerprint=fingerprint(parts),
         parts=parts,
-        shards=shards,
+        shards={"train": _shards_below(packings, "train"), "eval": held_out},
         places=tuple(part.fingerprint for part in packings),
         packings=tuple(part.num_rows("train") for part in packings),
     )

@@ -16,6 +16,7 @@ So an interrupted preparation goes on where it was, and other processes see wind
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -25,7 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rayapp.data.preparation import UnitTask, jobs_of, merge, whole_units
-from rayapp.data.prepared import USED, Prepared, account_of, rows_of_windows, unit_name
+from rayapp.data.prepared import USED, Prepared, account_of, unit_name
 from rayapp.data.ray_tasks import run_tasks
 from rayapp.data.recipe import RowRecipe
 from rayapp.data.report import UnitSummary
@@ -317,19 +318,17 @@ class GrowingRows:
                 shards.append((folder + name, count))
 
     def _renew(self) -> None:
-        windows = tuple(tuple(count for _, count in shards) for shards in self._shards)
-        sizes = tuple(map(sum, windows))
-        pairs = zip(self.known, self.prepared.windows, strict=True)
+        sizes = tuple(sum(count for _, count in shards) for shards in self._shards)
+        shards = self.prepared.shards | {"train": [*itertools.chain(*self._shards)]}
+        grown = replace(self.prepared, shards=shards, sizes=sizes, known=tuple(self.known))
+        self.rows = grown.rows("train")
         self.order = replace(
             self.order,
             num_rows=sum(sizes),
             sizes=sizes if self.order.sizes else (),
-            windows=windows,
-            follow=tuple(known < count for known, count in pairs),
+            windows=grown.windows_rows,
+            follow=grown.follow,
         )
-        rows = self.rows
-        of_rows = rows.seq_len, rows.columns, rows.pairs
-        self.rows = rows_of_windows(rows.storage, self._shards, *of_rows)
 
 
 @lru_cache(maxsize=2**16)

@@ -43,26 +43,22 @@ class RowRecipe:
 
     def parts(self) -> dict[str, object]:
         """Return the named parts of the fingerprint: if any changes, the data set is another."""
-        windows = {} if self.window_bytes is None else {"window_bytes": self.window_bytes}
-        packing = {"packing": self.packing} if self.packing else {}
-        return (
-            self._rendering()
-            | windows
-            | packing
-            | {
-                "files": self.source.digest(),
-                "eval_files": self.eval_source.digest() if self.eval_source else None,
-                "format": self.source.format,
-                "kind": self.kind,
-                "tokenizer": self.tokenizer_digest,
-                "pad_id": self.pad_id,
-                "seq_len": self.seq_len,
-                "pack": self.pack,
-                "truncate": self.truncate,
-                "eval_fraction": self.eval_fraction,
-                "version": self.version or KINDS[self.kind].version,
-            }
-        )
+        parts = self._rendering()
+        parts |= {} if self.window_bytes is None else {"window_bytes": self.window_bytes}
+        parts |= {"packing": self.packing} if self.packing else {}
+        return parts | {
+            "files": self.source.digest(),
+            "eval_files": self.eval_source.digest() if self.eval_source else None,
+            "format": self.source.format,
+            "kind": self.kind,
+            "tokenizer": self.tokenizer_digest,
+            "pad_id": self.pad_id,
+            "seq_len": self.seq_len,
+            "pack": self.pack,
+            "truncate": self.truncate,
+            "eval_fraction": self.eval_fraction,
+            "version": self.version or KINDS[self.kind].version,
+        }
 
     def _rendering(self) -> dict[str, object]:
         template = hashlib.blake2b(self.template.encode(), digest_size=8).hexdigest()
@@ -74,16 +70,14 @@ class RowRecipe:
 
     def tokens_key(self, source: sources.DataSource) -> str:
         """16 hex digits of all that decides the tokens of given bytes of a source."""
-        return fingerprint(
-            self._rendering()
-            | {
-                "format": source.format,
-                "reader": source.version if sources.is_own(source.format) else "",
-                "kind": self.kind,
-                "tokenizer": self.tokenizer_digest,
-                "version": [TOKENS_VERSION, self.version or KINDS[self.kind].version],
-            }
-        )
+        parts = self._rendering() | {
+            "format": source.format,
+            "reader": source.version if sources.is_own(source.format) else "",
+            "kind": self.kind,
+            "tokenizer": self.tokenizer_digest,
+            "version": [TOKENS_VERSION, self.version or KINDS[self.kind].version],
+        }
+        return fingerprint(parts)
 
     @property
     def fingerprint(self) -> str:

@@ -22,13 +22,7 @@ import numpy as np
 
 from rayapp.config.fields import RecordKind
 from rayapp.data.chat import ChatTemplate
-from rayapp.data.control import (
-    CONTROL,
-    IS_TEXT,
-    NOT_POSSIBLE,
-    TEXT,
-    ControlTokens,
-)
+from rayapp.data.control import CONTROL, IS_TEXT, NOT_POSSIBLE, TEXT, ControlTokens
 from rayapp.data.kinds import ANSWERS, EQUAL, KINDS, problem_of, takes_template
 from rayapp.data.messages import SILENT
 from rayapp.data.packing import Document
@@ -108,9 +102,8 @@ class Renderer:
             case "chat":
                 made = self._chats(good)
             case "preference":
-                made = _paired(
-                    self._prompts([{**v, "completion": v[n]} for v in good for n in ANSWERS])
-                )
+                each = [{**v, "completion": v[name]} for v in good for name in ANSWERS]
+                made = _paired(self._prompts(each))
             case "chat_unpaired":
                 made = self._chats([{**v, "messages": _last_alone(v["messages"])} for v in good])
             case "chat_preference":
@@ -212,9 +205,8 @@ class Renderer:
         assert self.chats is not None
         if self.special_tokens == TEXT:
             marked = [self.control.marked(chat) for chat in chats]
-            if any(spans != chat for spans, chat in zip(marked, chats, strict=True)):
-                each = zip(chats, marked, strict=True)
-                return [self._marked(chat, spans) for chat, spans in each]
+            if marked != list(chats):
+                return [self._marked(*each) for each in zip(chats, marked, strict=True)]
         return self._plain_chats(chats)
 
     def _plain_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[Made]:

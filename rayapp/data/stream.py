@@ -110,9 +110,8 @@ class Stream:
 
     def split(self) -> list[Shard]:
         lanes = [lane.streaming_split(self.world, equal=True) for lane in self.lanes]
-        return [
-            Shard(list(each), self.executions, self.chunks) for each in zip(*lanes, strict=True)
-        ]
+        of_ranks = map(list, zip(*lanes, strict=True))
+        return [Shard(each, self.executions, self.chunks) for each in of_ranks]
 
 
 class ExactOrder(ray.train.DataConfig):
@@ -272,11 +271,7 @@ def steps_per_chunk(
 
 
 def stream(
-    prepared: Prepared,
-    order: Order,
-    first_step: int,
-    world: int,
-    concurrency: int | None = None,
+    prepared: Prepared, order: Order, first_step: int, world: int, concurrency: int | None = None
 ) -> Stream:
     """Return the rest of the run from `first_step` on, for `world` workers.
 

@@ -91,7 +91,7 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
     problems = [record.problem or _problem_of(record.value, found.kind) for record in every]
     if wrong := _unusable(f"{field}={task.path}", places, problems):
         return None, wrong
-    values = [_mapping(record.value) for record in every]
+    values = [{"text": each.value} if isinstance(each.value, str) else each.value for each in every]
     choices: list[tuple[str, ...]] = [()] * len(every)
     if task.score == "choice":
         wanted = [asked_and_wanted(value, found.kind)[1] for value in values]
@@ -100,9 +100,8 @@ def read_records(name: str, task: EvalTask) -> tuple[TaskRecords | None, list[st
         lacks = [_lacks(*each) for each in zip(wanted, choices, strict=True)]
         if wrong := _unusable(f"{field}={task.path}", places, lacks):
             return None, wrong
-    return TaskRecords(
-        name, task, found.kind, tuple(zip(places, values, strict=True)), tuple(choices)
-    ), []
+    records = tuple(zip(places, values, strict=True))
+    return TaskRecords(name, task, found.kind, records, tuple(choices)), []
 
 
 def items_of(found: TaskRecords, renderer: Renderer) -> tuple[TaskItems | None, list[str]]:
@@ -151,10 +150,6 @@ def _lacks(wanted: str, choices: Sequence[str]) -> str | None:
     if not 2 <= len(choices) <= MOST_CHOICES:
         return f"has {len(choices)} answers to choose from, not 2 to {MOST_CHOICES}"
     return None if wanted in choices else "has a reference that is none of its choices"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return {"text": value} if isinstance(value, str) else value
 
 
 def questions_of(record: Mapping[str, Any], kind: RecordKind) -> Iterator[tuple[str, ...]]:

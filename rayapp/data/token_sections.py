@@ -136,7 +136,6 @@ def _section(records: list[TokenisedRecord]) -> TokenSection:
 
 
 def _joined(columns: list[Array], dtype: Any) -> Array:
-    """Lay arrays end to end."""
     return np.concatenate([np.empty(0, dtype), *columns], dtype=dtype, casting="unsafe")
 
 

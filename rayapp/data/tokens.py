@@ -57,6 +57,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msg
 def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer; the result depends only on `texts` and `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,17 +69,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _wrap(tokenizer)
-
-
-def byte_tokenizer() -> Any:
-    """Return a tokenizer whose tokens are the bytes of UTF-8 and SPECIALS."""
-    return train_bpe(iter([""]), vocab_size=256 + len(SPECIALS))
-
-
-def _wrap(tokenizer: Any) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
@@ -86,6 +76,11 @@ def _wrap(tokenizer: Any) -> Any:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are the bytes of UTF-8 and SPECIALS."""
+    return train_bpe(iter([""]), vocab_size=256 + len(SPECIALS))
 
 
 def with_tokens(tokenizer: Any, names: Sequence[str]) -> Any:
@@ -174,11 +169,8 @@ def prompt_ids(
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system and isinstance(prompt, str):
         messages = [{"role": "system", "content": system}, *messages]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-    )
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(made["input_ids"])
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

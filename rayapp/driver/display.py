@@ -196,6 +196,7 @@ def next_steps(result: RunResult) -> list[str]:
     return lines
 
 
-def fact(console: Console, label: str, text: str) -> None:
-    """Print one line of a plan: what it is about, and the plain text."""
-    console.print(f"[bold]{label:14}[/bold] {escape(text)}", highlight=False, soft_wrap=True)
+def fact(console: Console, label: str, text: str, warns: bool = False) -> None:
+    """Print one line of a plan: what it is about, and the plain text, in colour if it warns."""
+    shown = f"[yellow]{escape(text)}[/yellow]" if warns else escape(text)
+    console.print(f"[bold]{label:14}[/bold] {shown}", highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rayapp import planner
 from rayapp.config import Config, ConfigError, from_dict
 from rayapp.driver import placement
+from rayapp.driver.display import fact
 from rayapp.driver.ray_session import started_here
 from rayapp.hardware import GIB
 from rayapp.observe.attempts import causes
@@ -50,15 +51,13 @@ def as_begun(config: Config, run: Storage) -> Config:
     began = _began(run)
     if began is None:
         return config
-    before, train = began.train, config.train
-    if train.precision == "auto":
-        train = train.model_copy(update={"precision": before.precision})
-    if train.compile is None:
-        train = train.model_copy(update={"compile": before.compile})
-    config = config.model_copy(update={"train": train})
-    if config.parallel.strategy != "auto":
-        return config
-    return _with(config, strategy=began.parallel.strategy)
+    if config.train.precision == "auto":
+        config = config.with_fields("train", precision=began.train.precision)
+    if config.train.compile is None:
+        config = config.with_fields("train", compile=began.train.compile)
+    if config.parallel.strategy == "auto":
+        config = config.with_fields("parallel", strategy=began.parallel.strategy)
+    return config
 
 
 def chosen(
@@ -100,15 +99,10 @@ def chosen(
         said += [f"micro-batch of {size} rows{', as this run began' if kept else ''}, {figures}"]
     said += [strategy] if sharding else []
     said += ["compiled" if compiled else "not compiled"] if train.compile is None else []
-    console.print(f"[bold]{'auto':14}[/bold] {'; '.join(said)}", highlight=False, soft_wrap=True)
-    update = {"micro_batch": train.micro_batch or size}
-    update |= {"compile": compiled} if train.compile is None else {}
-    config = config.model_copy(update={"train": train.model_copy(update=update)})
-    return _with(config, strategy=strategy) if sharding else config
-
-
-def _with(config: Config, **parallel: Any) -> Config:
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    fact(console, "auto", "; ".join(said))
+    compiled = compiled if train.compile is None else train.compile
+    config = config.with_fields("train", micro_batch=train.micro_batch or size, compile=compiled)
+    return config.with_fields("parallel", strategy=strategy) if sharding else config
 
 
 def _too_large(plan: planner.Answer) -> str:

@@ -92,9 +92,7 @@ def absolute(config: Config) -> Config:
         name: task.model_copy(update={"path": local(task.path)})
         for name, task in config.eval.tasks.items()
     }
-    data = config.data.model_copy(update={"mixture": mixture})
-    evaluation = config.eval.model_copy(update={"tasks": tasks})
-    return config.model_copy(update={"data": data, "eval": evaluation})
+    return config.with_fields("data", mixture=mixture).with_fields("eval", tasks=tasks)
 
 
 def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLanguageRun:
@@ -125,17 +123,14 @@ def check(config: Config, local_cores: int | None, local_gpus: int) -> CheckedLa
     assert inputs and base is not None
     inputs = tuple(_as_begun(entry, run) for entry in inputs)
     if len(inputs) == 1:
-        fields = {"kind": inputs[0].kind, "format": inputs[0].source.format}
-        config = config.model_copy(update={"data": config.data.model_copy(update=fields)})
+        config = config.with_fields("data", kind=inputs[0].kind, format=inputs[0].source.format)
     ids = None if tokenizer is None else tokens.num_ids(tokenizer)
     shape = model_shape(base, config, ids)
     if problem := checks.plan_problem(config, lambda each: forecast(each, shape)):
         raise ConfigError([problem])
     if wrong := code_problems(config, shape):
         raise ConfigError(wrong)
-    if problem := schedule_problem(config, run):
-        raise ConfigError([problem])
-    if problem := shape_problem(config, run, shape):
+    if problem := schedule_problem(config, run) or shape_problem(config, run, shape):
         raise ConfigError([problem])
     return CheckedLanguageRun(config, run, inputs, base, tokenizer, template, tasks, code)
 
@@ -153,14 +148,12 @@ def settle(ready: CheckedLanguageRun, gpus: bool) -> CheckedLanguageRun:
     """
     config = auto.as_begun(ready.config, ready.run)
     if config.train.precision == "auto":
-        fields = {"precision": fastest_precision(gpus)}
-        config = config.model_copy(update={"train": config.train.model_copy(update=fields)})
+        config = config.with_fields("train", precision=fastest_precision(gpus))
     if wrong := technique_problems(config, ready.model, "cuda" if gpus else "cpu"):
         raise ConfigError(wrong)
-    left = [
-        name for name in ("micro_batch", "compile") if getattr(ready.config.train, name) is None
-    ]
-    return replace(ready, config=config, auto=tuple(left))
+    fields = ("micro_batch", "compile")
+    left = tuple(name for name in fields if getattr(ready.config.train, name) is None)
+    return replace(ready, config=config, auto=left)
 
 
 def vocabulary_problem(config: Config, base: model.ModelSource, tokenizer: Any) -> str | None:
@@ -281,8 +274,7 @@ def _model(
                 return config, None, None
             root = open_storage(config.run.storage) / PREPARED
             path = model.in_folder(path, root, scratch)
-            section = config.model.model_copy(update={"path": path})
-            config = config.model_copy(update={"model": section})
+            config = config.with_fields("model", path=path)
         base = model.resolve(path)
         scratch = scratch or (base.preset and path == OWN)
         wrong = model.problems(base, from_scratch=scratch)
@@ -295,9 +287,8 @@ def _model(
         run = open_storage(config.run.storage) / config.run.name
         config, wrong = with_origin(config, run, base.preset)
     problems += wrong
-    if wrong:
-        return config, base, None
-    return config, base, _tokenizer(config, base, kinds, problems)
+    tokenizer = None if wrong else _tokenizer(config, base, kinds, problems)
+    return config, base, tokenizer
 
 
 def _tokenizer(
@@ -340,7 +331,6 @@ def _tokenizer(
 
 
 def _template(config: Config, tokenizer: Any, problems: list[str]) -> str:
-    """Return the chat template that data.chat_template names."""
     name = config.data.chat_template
     if name is None or problems:
         return ""

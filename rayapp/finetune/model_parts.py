@@ -53,21 +53,16 @@ class OutputHead:
     def __init__(self, config: Config) -> None:
         train = config.train
         self.whole = False
+        plain = partial(chunked_cross_entropy, chunk=train.loss_chunk, compiled=bool(train.compile))
         self.loss: model.Loss = partial(
-            chunked_cross_entropy,
-            chunk=train.loss_chunk,
-            z_loss=train.z_loss,
-            label_smoothing=train.label_smoothing,
-            compiled=bool(train.compile),
+            plain, z_loss=train.z_loss, label_smoothing=train.label_smoothing
         )
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
         self.cross_entropy, self.columns = self.loss, tuple[str, ...]()
         self.of_pairs: PreferenceLoss | None = None
         if train.objective != "sft":
-            self.cross_entropy = self.loss = partial(
-                chunked_cross_entropy, chunk=train.loss_chunk, compiled=bool(train.compile)
-            )
+            self.cross_entropy = self.loss = plain
             self.of_pairs = PreferenceLoss(
                 train.objective,
                 train.beta,
@@ -221,9 +216,8 @@ def exact_base(config: Config, parts: Parts, device: torch.device) -> model.Lang
 def _new_tokens(config: Config, source: model.ModelSource, tokenizer: Any) -> dict[int, list[int]]:
     """Return the pieces of the new tokens; none of an adapter's, which holds their rows."""
     theirs = source.adapter.tokens if source.adapter else ()
-    return {token: list[int]() for token in theirs} | tokens.pieces(
-        tokenizer, config.model.new_tokens
-    )
+    pieces = tokens.pieces(tokenizer, config.model.new_tokens)
+    return {token: list[int]() for token in theirs} | pieces
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -269,18 +263,11 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         dtype = compute_dtype(config)
         if problem := model.attention_problem(kernel, source.config, device_type, dtype):
             problems.append(f"model.attention={kernel} is not available: {problem}")
-        asked = {
-            "train.precision=fp8": (config.train.precision == "fp8", "train.precision=auto"),
-            "train.loss_kernel=liger": (
-                config.train.loss_kernel == "liger",
-                "train.loss_kernel=chunked",
-            ),
-        }
-        problems += [
-            f"{setting} is not available: the workers have no GPU. Set {instead}"
-            for setting, (wanted, instead) in asked.items()
-            if wanted
-        ]
+        why = "is not available: the workers have no GPU. Set"
+        if config.train.precision == "fp8":
+            problems.append(f"train.precision=fp8 {why} train.precision=auto")
+        if config.train.loss_kernel == "liger":
+            problems.append(f"train.loss_kernel=liger {why} train.loss_kernel=chunked")
     lora = config.model.lora
     in_4_bits = lora is not None and lora.quantize == "nf4"
     needed = {

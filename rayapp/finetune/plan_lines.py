@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 from rayapp.config import Config
 from rayapp.data.prepared import Prepared, reasons
@@ -74,7 +73,7 @@ def plan(
     for label, text in (*lines.items(), *(("by name", text) for text in by_name)):
         fact(console, label, text)
         if label == "model" and (warning := random_weights(config)):
-            console.print(f"{'':14} [yellow]{escape(warning)}[/yellow]", soft_wrap=True)
+            fact(console, "", warning, warns=True)
 
 
 def _without_idle(rows: int, workers: int, seq_len: int) -> str:
@@ -116,20 +115,14 @@ def unused(console: Console, columns: Mapping[str, tuple[str, ...]]) -> None:
     """Print which columns of each source nothing is made of."""
     for path, names in columns.items():
         if names:
-            console.print(
-                f"[bold]{'not used':14}[/bold] "
-                f"[yellow]{escape(path)} has columns that are left out: {escape(', '.join(names))}"
-                "[/yellow]",
-                highlight=False,
-                soft_wrap=True,
-            )
+            told = f"{path} has columns that are left out: {', '.join(names)}"
+            fact(console, "not used", told, warns=True)
 
 
 def ends(console: Console, lines: list[str]) -> None:
     """Print what ends answers and generations, and in colour what ends none."""
     for line in lines:
-        text = f"[yellow]{escape(line)}[/yellow]" if NO_END in line else escape(line)
-        console.print(f"[bold]{'ends':14}[/bold] {text}", highlight=False, soft_wrap=True)
+        fact(console, "ends", line, warns=NO_END in line)
 
 
 def records(console: Console, rendered: list[Rendered]) -> None:

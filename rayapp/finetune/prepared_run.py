@@ -55,7 +55,7 @@ def prepare(
     tokenizer_url, tokenizer = shared_tokenizer(ready, phases)
     first = (steps_done(ready.run) + 1) * config.rows_per_step
     tasks = _tasks(ready, tokenizer)
-    prepared, rest = prepare_rows(ready, config, tokenizer_url, tokenizer, phases, first)
+    prepared, rest = prepare_rows(ready, tokenizer_url, tokenizer, phases, first)
     phases.end("data")
     phases.begin("planning")
     shape = model_shape(ready.model, config, tokens.num_ids(tokenizer))
@@ -114,8 +114,7 @@ def prepare_beforehand(ready: CheckedLanguageRun, phases: Phases) -> Prepared:
     """
     phases.begin("preparing the tokenizer")
     url, tokenizer = shared_tokenizer(ready, phases)
-    prepared, _ = prepare_rows(ready, ready.config, url, tokenizer, phases)
-    return prepared
+    return prepare_rows(ready, url, tokenizer, phases)[0]
 
 
 def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, Any]:
@@ -128,14 +127,13 @@ def shared_tokenizer(ready: CheckedLanguageRun, phases: Phases) -> tuple[str, An
     tokenizer = ready.tokenizer
     own = ready.model.config.get_text_config().vocab_size
     name = tokenizer_of(config, own, ready.model.preset)
-    replaced = ready.template and config.data.chat_template != TRAINING
     trained = None
     if tokenizer is None and name == "bytes":
         tokenizer = tokens.byte_tokenizer()
     if tokenizer is None:
         trained = _trained_tokenizer(ready, root, name, phases)
         tokenizer = tokens.load_tokenizer(trained.url)
-    if replaced:
+    if ready.template and config.data.chat_template != TRAINING:
         tokenizer = copy.copy(tokenizer)  # that of the cache keeps its own
         tokenizer.chat_template = ready.template
     elif trained is not None:
@@ -162,7 +160,6 @@ def _trained_tokenizer(
 
 def prepare_rows(
     ready: CheckedLanguageRun,
-    config: Config,
     tokenizer_url: str,
     tokenizer: Any,
     phases: Phases,
@@ -177,33 +174,34 @@ def prepare_rows(
         ConfigError: data cannot be read, more records are unusable than data.bad_rows allows, or
             nothing is left.
     """
+    config = ready.config
     root = open_storage(config.run.storage) / PREPARED
-    recipes = {
-        entry.path: _recipe(ready, config, entry, tokenizer_url, tokenizer)
-        for entry in ready.inputs
-    }
-    recipes = _begun(ready, config, recipes)
+    recipes = {e.path: _recipe(ready, e, tokenizer_url, tokenizer) for e in ready.inputs}
+    recipes = _begun(ready, recipes)
     count = config.data.packings
     if count > 1:
         (recipe,) = recipes.values()
         recipes = {f"packing {n + 1} of {count}": replace(recipe, packing=n) for n in range(count)}
     rest: Preparation | None = None
     problems: list[str] = []
-    if source_rows.by_windows(config):
+    if config.data.window_bytes is not None and config.train.max_steps is not None:
         made, rest = source_rows.prepare_windows(config, recipes, root, phases, first)
     else:
         made = source_rows.prepare_each(config, recipes, root, phases, problems)
     problems += source_rows.unusable_sources(config, made)
     if problems:
         raise ConfigError(problems)
-    return _joined(config, root, made), rest
+    if count > 1:
+        return repacked(root, list(made.values())), rest
+    mixture = config.data.mixture
+    joined = mixed(root, made, mixture) if mixture else made[config.data.path]
+    return joined, rest
 
 
 def _recipe(
-    ready: CheckedLanguageRun, config: Config, entry: Input, tokenizer_url: str, tokenizer: Any
+    ready: CheckedLanguageRun, entry: Input, tokenizer_url: str, tokenizer: Any
 ) -> RowRecipe:
-    """Return how the rows of a source are made."""
-    data, pad = config.data, tokenizer.pad_token_id
+    data, pad = ready.config.data, tokenizer.pad_token_id
     templated = takes_template(entry.kind)
     return RowRecipe(
         source=entry.source,
@@ -225,18 +223,9 @@ def _recipe(
     )
 
 
-def _joined(config: Config, root: Storage, made: dict[str, Prepared]) -> Prepared:
-    data = config.data
-    if data.packings > 1:
-        return repacked(root, list(made.values()))
-    return made[data.path] if not data.mixture else mixed(root, made, data.mixture)
-
-
-def _begun(
-    ready: CheckedLanguageRun, config: Config, recipes: dict[str, RowRecipe]
-) -> dict[str, RowRecipe]:
+def _begun(ready: CheckedLanguageRun, recipes: dict[str, RowRecipe]) -> dict[str, RowRecipe]:
     """Return the recipes with which this run has begun: of the version before, or these."""
-    newest, _ = latest(ready.run)
+    data, (newest, _) = ready.config.data, latest(ready.run)
     began: object = None
     if newest is not None:
         began = newest.state["cursor"]["fingerprint"]
@@ -246,11 +235,10 @@ def _begun(
         return recipes
     before = {p: replace(each, version=KINDS[each.kind].version - 1) for p, each in recipes.items()}
     parts = {path: recipe.parts() for path, recipe in before.items()}
-    if config.data.mixture:
-        joined = parts_of_mixture(parts, config.data.mixture)
+    if data.mixture:
+        joined = parts_of_mixture(parts, data.mixture)
     else:
-        several = {"packings": config.data.packings} if config.data.packings > 1 else {}
-        joined = parts[config.data.path] | several
+        joined = parts[data.path] | ({"packings": data.packings} if data.packings > 1 else {})
     return before if fingerprint(joined) == began else recipes
 
 

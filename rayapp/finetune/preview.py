@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rayapp.config.fields import RecordKind
 from rayapp.data import first_records, shapes, tokens
 from rayapp.data.kinds import are_labelled, are_pairs, messages_of, problem_of
 from rayapp.data.messages import said_by
-from rayapp.data.packing import Document, crossed, pack
+from rayapp.data.packing import Document, Packed, crossed, pack
 from rayapp.data.rendering import Renderer
 from rayapp.data.sources import Record, place_of
 from rayapp.data.task_items import asked_and_wanted, questions_of, standard_records
@@ -37,20 +36,15 @@ SAMPLE_BYTES = 2**20  # of the texts that a tokenizer is trained on here; a run 
 class Preview:
     """What the head of one source becomes."""
 
-    path: str
-    kind: RecordKind
-    format: str
+    entry: Input
     records: int
     bad: dict[str, int]  # unusable records by reason
     examples: dict[str, str]  # place of the first record of each reason
     notes: dict[str, int]  # documents that lack something of their record, by what
-    unused: tuple[str, ...]  # as in Inspected
     documents: list[Document]
     ends: list[str]
     """What ends the answers."""
-    rows: int
-    fill: float  # share of the rows' positions that are used, 0-1
-    seq_len: int
+    packed: Packed
     tokenizer: Any
 
     @property
@@ -72,26 +66,26 @@ class Preview:
         """Return what `rayapp data --json` prints, with so many rendered documents."""
         lengths = self.lengths or [0]
         return {
-            "path": self.path,
-            "kind": self.kind,
-            "format": self.format,
+            "path": self.entry.path,
+            "kind": self.entry.kind,
+            "format": self.entry.source.format,
             "records": self.records,
             "documents": len(self.documents),
             "bad": self.bad,
             "first_bad": self.examples,
             "notes": self.notes,
-            "unused_columns": list(self.unused),
+            "unused_columns": list(self.entry.unused),
             "ends": self.ends,
             "tokens": {
                 "all": sum(lengths),
                 "least": min(lengths),
                 "median": statistics.median(lengths),
                 "most": max(lengths),
-                "over_seq_len": sum(length > self.seq_len for length in lengths),
+                "over_seq_len": sum(length > self.packed.layout.seq_len for length in lengths),
             },
             "share_of_loss": self.share_of_loss,
-            "rows": self.rows,
-            "fill": self.fill,
+            "rows": len(self.packed.rows),
+            "fill": self.packed.fill,
             "duplicates": self.duplicates,
             "rendered": [
                 [{"text": text, "loss": loss} for text, loss in runs(self.tokenizer, document)]
@@ -140,18 +134,12 @@ def preview(ready: CheckedLanguageRun) -> list[Preview]:
 
 def rendered(ready: CheckedLanguageRun, tokenizer: Any) -> list[Rendered]:
     """Return the first documents of each source, their beginnings where they are long."""
-    return [
-        {
-            "path": entry.path,
-            "kind": entry.kind,
-            "documents": [
-                beginning(runs(tokenizer, document), CHARS)
-                for document in islice((each for _, d, _ in made for each in d or ()), SHOWN)
-            ],
-        }
-        for entry in ready.inputs
-        for made in [_rendered(ready, entry, tokenizer)]
-    ]
+    found = list[Rendered]()
+    for entry in ready.inputs:
+        every = (each for _, made, _ in _rendered(ready, entry, tokenizer) for each in made or ())
+        shown = [beginning(runs(tokenizer, each), CHARS) for each in islice(every, SHOWN)]
+        found.append({"path": entry.path, "kind": entry.kind, "documents": shown})
+    return found
 
 
 def system_of(ready: CheckedLanguageRun) -> str:
@@ -226,19 +214,14 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         together = [each for asked, other in before for each in (asked, crossed(asked, other))]
     packed = pack(together, data.seq_len, **how)
     return Preview(
-        path=entry.path,
-        kind=entry.kind,
-        format=entry.source.format,
+        entry=entry,
         records=len(made),
         bad=dict(bad),
         examples=examples,
         notes=dict(notes),
-        unused=entry.unused,
         documents=documents,
         ends=described(ends_of(packed.rows, tokenizer), ready.config, tokenizer),
-        rows=len(packed.rows),
-        fill=packed.fill,
-        seq_len=data.seq_len,
+        packed=packed,
         tokenizer=tokenizer,
     )
 

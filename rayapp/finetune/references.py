@@ -160,7 +160,6 @@ def _read(storage: Storage, name: str, count: int) -> Sums:
 
 
 def _stacked(parts: list[Sums]) -> Sums:
-    """Lay the sums of shards end to end."""
     most = max((part.shape[1] for part in parts), default=0)
     wide = [np.pad(part, ((0, 0), (0, most - part.shape[1]))) for part in parts]
     return np.concatenate(wide) if wide else np.zeros((0, most), np.float32)

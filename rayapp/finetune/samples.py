@@ -1,8 +1,7 @@
 """Continue prompts with the model as it is, on all ranks together.
 
-    texts = continued(parts, prompts, device, control, 32)              # the likeliest tokens
-    texts = continued(parts, prompts, device, control, 64, seed=1)      # drawn tokens
-    tokens = generated(parts, ids, device, control, 64, stops={2})      # of prompts' ids
+    texts = generated(parts, ids, device, control, 32)                      # the likeliest tokens
+    texts = generated(parts, ids, device, control, 64, stops={2}, seed=1)   # drawn tokens
 
 transformers' generate runs with its cache of keys and values. Where the whole weights fit beside
 what a rank holds, they are gathered once, and the ranks share the groups of prompts. Elsewhere
@@ -21,38 +20,12 @@ import torch.distributed as dist
 from transformers import GenerationConfig, LogitsProcessor
 
 from rayapp import model
-from rayapp.data.tokens import prompt_ids
 from rayapp.finetune.model_parts import Parts
-from rayapp.observe.metrics import Sample
 from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import CONTINUE
 
 AT_EVALUATION, AT_END = 32, 64  # tokens of a sample
 TEMPERATURE = 0.8  # of drawn tokens
-
-
-def continued(
-    parts: Parts,
-    prompts: Sequence[str],
-    device: torch.device,
-    control: dist.ProcessGroup,
-    num_tokens: int,
-    *,
-    chat: bool = False,
-    system: str = "",
-    stops: Collection[int] = (),
-    seed: int | None = None,
-    leave: Callable[[], int] = lambda: CONTINUE,
-    room: int = 4096,
-) -> list[Sample]:
-    """Continue each prompt by up to `num_tokens`; with `chat` it is what a user says to `system`.
-
-    Raises: Interrupted, as `generated` does.
-    """
-    ids = [prompt_ids(parts.tokenizer, prompt, chat, system) for prompt in prompts]
-    how: dict[str, Any] = {"stops": stops, "seed": seed, "leave": leave, "room": room}
-    texts = generated(parts, ids, device, control, num_tokens, **how)
-    return list(zip(prompts, texts, strict=True))
 
 
 @torch.no_grad()

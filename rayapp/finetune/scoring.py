@@ -50,21 +50,13 @@ ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def is_right(score: str, answer: str, wanted: str) -> bool:
-    """Say whether an answer is right by one of eval.tasks' scores.
+def judge_of(score: str) -> Callable[[str, str], object]:
+    """Return what says of (answer, wanted) whether it is right, by one of eval.tasks' scores.
 
-    >>> is_right("number", "So it is 1,024.", "2 ** 10 = 1024"), is_right("exact", "a", "b")
+    >>> judge_of("number")("So it is 1,024.", "2 ** 10 = 1024"), judge_of("exact")("a", "b")
     (True, False)
     """
-    return bool(_judge(score)(answer, wanted))
-
-
-def _judge(score: str) -> Callable[[str, str], object]:
     return load_code("score", score, checked=True) if ":" in score else RIGHT[score]
-
-
-def _exact(answer: str, wanted: str) -> bool:
-    return answer.strip() == wanted.strip()
 
 
 def _normalised(answer: str, wanted: str) -> bool:
@@ -94,16 +86,12 @@ def _json(answer: str, wanted: str) -> bool:
         return False
 
 
-def _regex(answer: str, wanted: str) -> bool:
-    return re.search(wanted, answer) is not None
-
-
 RIGHT: Mapping[str, Callable[[str, str], bool]] = {
-    "exact": _exact,
+    "exact": lambda answer, wanted: answer.strip() == wanted.strip(),
     "normalised": _normalised,
     "number": _number,
     "json": _json,
-    "regex": _regex,
+    "regex": lambda answer, wanted: re.search(wanted, answer) is not None,
 }
 
 
@@ -180,7 +168,8 @@ def score_tasks(
     return agreed[0]
 
 
-def _leave(engine: Engine) -> int:
+def leave_if_told(engine: Engine) -> int:
+    """Agree with all ranks on whether to leave, where leaving is possible."""
     return leave_now(engine) if engine.interruptible else CONTINUE
 
 
@@ -189,7 +178,7 @@ def _answers(
 ) -> list[ScoredItem]:
     """Let the model answer each item, and judge the answers; none if the judge has raised."""
     texts = _generated(task, parts, engine, room, stops)
-    scored, judge = list[ScoredItem](), _judge(task.task.score)
+    scored, judge = list[ScoredItem](), judge_of(task.task.score)
     for item, text in zip(task.items, texts, strict=True):
         try:
             right = bool(judge(text, item.wanted))
@@ -212,7 +201,7 @@ def _generated(
         engine.control,
         task.task.max_tokens,
         stops=stops,
-        leave=partial(_leave, engine),
+        leave=partial(leave_if_told, engine),
         room=room,
     )
 
@@ -234,7 +223,6 @@ def _answered(task: TaskItems, said: Sequence[str], parts: Parts) -> TaskItems:
 
 
 def _losses(task: TaskItems, parts: Parts, engine: Engine, room: int) -> list[ScoredItem]:
-    """Return the loss of each item's wanted answer."""
     items = [_cut(item, parts) for item in task.items]
     each = zip(items, _nats(items, parts, engine, room), strict=True)
     return [{**_told(task, item), "nats": nats, "tokens": len(item.answer)} for item, nats in each]
@@ -260,7 +248,7 @@ def _nats(items: Sequence[Item], parts: Parts, engine: Engine, room: int) -> lis
     try:
         with torch.compiler.set_stance("force_eager"):
             for first in range(0, len(groups), world):
-                if code := _leave(engine):
+                if code := leave_if_told(engine):
                     raise Interrupted(code)
                 group = groups[first + rank] if first + rank < len(groups) else []
                 rows = _rows([items[place] for place in group or groups[0][:1]])
@@ -306,9 +294,8 @@ def _rows(items: Sequence[Item]) -> StepRows:
         labels[0, row, len(tokens) - 1 - len(answer) : len(tokens) - 1] = answer
     numbers = np.arange(len(items))[None]
     none = np.zeros((1, len(items)), np.int64)
-    return StepRows(
-        0, ids, labels, segments, none, numbers, numbers, tuple(range(1, len(items) + 1))
-    )
+    ends = tuple(range(1, len(items) + 1))
+    return StepRows(0, ids, labels, segments, none, numbers, numbers, ends)
 
 
 def _told(task: TaskItems, item: Item) -> ScoredItem:

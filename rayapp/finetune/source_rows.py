@@ -45,11 +45,6 @@ def prepare_each(
     return made
 
 
-def by_windows(config: Config) -> bool:
-    """Return whether a run begins with its first windows, and takes those that its steps need."""
-    return config.data.window_bytes is not None and config.train.max_steps is not None
-
-
 def prepare_windows(
     config: Config,
     recipes: Mapping[str, RowRecipe],

@@ -46,8 +46,7 @@ def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, lis
         ]
     fields: dict[str, object] = {}
     if config.model.adapter == "merge":
-        problem = _merge_problem(config.model.lora)
-        problems = [problem] if problem else []
+        problems = _merge_problems(config.model.lora)
     else:
         lora = config.model.lora or adapter.lora
         problems = _changes(lora, adapter, source)
@@ -56,26 +55,23 @@ def with_adapter(config: Config, source: model.ModelSource) -> tuple[Config, lis
     names = [entry.name for entry in adapter.folder.list()]
     if config.model.tokenizer is None and not any(map(TOKENIZER_FILE.match, names)):
         fields["tokenizer"] = adapter.base
-    section = config.model.model_copy(update=fields)
-    config = config.model_copy(update={"model": section})
+    config = config.with_fields("model", **fields)
     return config, problems + combined_problems(config)
 
 
-def _merge_problem(lora: Lora | None) -> str | None:
-    """Return why new adapters cannot be trained on a merged adapter; None if they can."""
-    if lora is None:
-        return None
-    if lora.quantize != "none":
-        return (
+def _merge_problems(lora: Lora | None) -> list[str]:
+    """Return why new adapters cannot be trained on a merged adapter."""
+    if lora is not None and lora.quantize != "none":
+        return [
             f"model.lora.quantize={lora.quantize} is in conflict: model.adapter=merge changes the "
             "weights that would be held in 4 bits. Set model.lora.quantize=none"
-        )
-    if not lora.merge:
-        return (
+        ]
+    if lora is not None and not lora.merge:
+        return [
             "model.lora.merge=false is in conflict: with model.adapter=merge no folder holds the "
             "base of the new adapters. Set model.lora.merge=true"
-        )
-    return None
+        ]
+    return []
 
 
 def with_new_tokens(
@@ -100,8 +96,7 @@ def with_new_tokens(
                 f"{shown(list(own))}. Leave it out, or set model.adapter=merge to add them to the "
                 "merged model"
             )
-        section = config.model.model_copy(update={"new_tokens": own})
-        return config.model_copy(update={"model": section}), tokenizer
+        return config.with_fields("model", new_tokens=own), tokenizer
     if not names:
         return config, tokenizer
     known = tokenizer.get_vocab() if tokenizer is not None and tokenizer.is_fast else None
@@ -142,34 +137,24 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
     if not lora.targets:
         shape = model.build(source.config, loss=model.no_loss, attention="eager")
         every = set(model.linear_names(shape.hf))
-    own = adapter.lora
-    asked = {
-        "rank": (lora.rank, own.rank, own.rank == lora.rank),
-        "alpha": (lora.alpha, own.alpha, own.alpha == lora.alpha),
-        "dora": (_word(lora.dora), _word(own.dora), own.dora == lora.dora),
-        "rslora": (_word(lora.rslora), _word(own.rslora), own.rslora == lora.rslora),
-        "targets": (
-            ",".join(lora.targets) or "all",
-            ",".join(own.targets),
-            set(own.targets) == (set(lora.targets) or every),
-        ),
-        "target_parameters": (
-            ",".join(lora.target_parameters),
-            ",".join(own.target_parameters),
-            set(own.target_parameters) == set(lora.target_parameters),
-        ),
-    }
-    return [
-        f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "
-        f"{theirs}. Set model.lora.{name}={theirs}, leave model.lora out, or set "
-        "model.adapter=merge to train anew on the merged model"
-        for name, (mine, theirs, same) in asked.items()
-        if not same
-    ]
+    own, found = adapter.lora, list[str]()
+    asked = {"rank": lora.rank == own.rank, "alpha": lora.alpha == own.alpha}
+    asked |= {"dora": lora.dora == own.dora, "rslora": lora.rslora == own.rslora}
+    asked["targets"] = (set(lora.targets) or every) == set(own.targets)
+    asked["target_parameters"] = set(lora.target_parameters) == set(own.target_parameters)
+    for name in (name for name, same in asked.items() if not same):
+        mine, theirs = (_told(getattr(each, name)) for each in (lora, own))
+        mine = "all" if name == "targets" and not lora.targets else mine
+        found.append(
+            f"model.lora.{name}={mine} is in conflict: the adapter model.path={adapter.name} has "
+            f"{theirs}. Set model.lora.{name}={theirs}, leave model.lora out, or set "
+            "model.adapter=merge to train anew on the merged model"
+        )
+    return found
 
 
-def _word(truth: bool) -> str:
-    return str(truth).lower()
+def _told(value: object) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value).lower()
 
 
 def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, list[str]]:
@@ -189,11 +174,10 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
         other = open_storage(chosen.run)
         problems = [] if steps_done(run) else _differences(config, other, chosen)
         if preset and config.model.tokenizer is None:
-            names = ("tokenizer", "overrides")
-            theirs = (
-                {name: own[name] for name in names} if chosen == begun else _made(config, other)
-            )
-            fields |= theirs
+            if chosen == begun:
+                fields |= {name: own[name] for name in ("tokenizer", "overrides")}
+            else:
+                fields |= _made(config, other)
     except (StorageError, CheckpointError, ValueError) as error:
         return config, [f"model.init_from={origin} is not usable: {error}"]
     if (config.model.tokenizer or "").startswith("bpe:"):
@@ -201,9 +185,7 @@ def with_origin(config: Config, run: Storage, preset: bool) -> tuple[Config, lis
             f"model.tokenizer={config.model.tokenizer} is in conflict: the weights of "
             f"model.init_from={chosen} know the tokens of their own tokenizer. Leave it out"
         )
-    fields["init_from"] = str(chosen)
-    section = config.model.model_copy(update=fields)
-    return config.model_copy(update={"model": section}), problems
+    return config.with_fields("model", init_from=str(chosen), **fields), problems
 
 
 def _made(config: Config, run: Storage) -> dict[str, object]:
@@ -249,18 +231,12 @@ def _differences(config: Config, run: Storage, origin: Origin) -> list[str]:
     if lora is None or other is None:
         return []
     # The frozen weights are in no checkpoint, so that they must come from the same place.
-    names = ("path", "adapter", "from_scratch", "overrides", "new_tokens")
-    mine = {name: getattr(config.model, name) for name in names}
-    mine["new_tokens"] = list(config.model.new_tokens)
+    mine = {name: getattr(config.model, name) for name in ("path", "adapter", "from_scratch")}
     size = {"vocab_size": None}  # told by the tensors' shapes
-    mine["overrides"] = mine["overrides"] | size
-    other_overrides = {**theirs.get("overrides", {}), **size}
-    changed = [
-        name
-        for name in names
-        if name in theirs
-        and (other_overrides if name == "overrides" else theirs[name]) != mine[name]
-    ]
+    mine["overrides"] = {**config.model.overrides, **size}
+    mine["new_tokens"] = list(config.model.new_tokens)
+    there = theirs | {"overrides": {**theirs.get("overrides", {}), **size}}
+    changed = [name for name in mine if name in theirs and there[name] != mine[name]]
     wrong = [f"Set model.{name}={theirs[name]}" for name in changed]
     if other.get("alpha") != lora.alpha:
         wrong.append(f"Set model.lora.alpha={other.get('alpha')}")

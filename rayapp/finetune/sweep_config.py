@@ -12,14 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, cast
 from pydantic import BeforeValidator, Field
 
 from rayapp.config import Config, ConfigError, from_dict, load
-from rayapp.config.fields import (
-    NAME_PATTERN,
-    OptionalFloat,
-    OptionalInt,
-    Section,
-    Text,
-    mapping,
-)
+from rayapp.config.fields import NAME_PATTERN, OptionalFloat, OptionalInt, Section, Text, mapping
 from rayapp.config.text import read_yaml, shown
 from rayapp.order import fingerprint
 
@@ -63,15 +56,9 @@ class Sweep(Section):
         for field, given in self.parameters.items():
             at = f"parameters.{field}={shown(given)}"
             if field in ("run.name", "run.storage"):
-                yield (
-                    ("parameters",),
-                    f"{at} is not available: the sweep sets it. Remove it",
-                )
+                yield (("parameters",), f"{at} is not available: the sweep sets it. Remove it")
             elif space_of(given) is None:
-                yield (
-                    ("parameters",),
-                    f"{at} is not valid: it names no values to try. {FORMS}",
-                )
+                yield (("parameters",), f"{at} is not valid: it names no values to try. {FORMS}")
         drawn = any(isinstance(given, dict) for given in self.parameters.values())
         if drawn != (self.trials is not None):
             why = "missing: parameters are drawn. Set 8" if drawn else "unused: nothing is drawn"
@@ -109,10 +96,7 @@ def trials_of(sweep: Sweep) -> Trials:
     found, problems = Trials(), list[str]()
     for values in _drawn(sweep):
         name = name_of(values)
-        run = {
-            "run.name": name,
-            "run.storage": f"{sweep.storage.rstrip('/')}/{sweep.name}",
-        }
+        run = {"run.name": name, "run.storage": f"{sweep.storage.rstrip('/')}/{sweep.name}"}
         try:
             config = load(sweep.config, {**values, **run}, Config)
         except ConfigError as error:

@@ -87,9 +87,8 @@ def sweep(
             stop.forget_old()
             running = Running(wanted, trials, root, stop, console)
             at_once = wanted.concurrency or 1 if address == "local" else 1
-            room = {"workers": str(at_once * most.cluster.max_workers)}
-            cluster = most.cluster.model_copy(update=room)
-            with connected(most.model_copy(update={"cluster": cluster}), address):
+            workers = str(at_once * most.cluster.max_workers)
+            with connected(most.with_fields("cluster", workers=workers), address):
                 _run(running, ready, most, phases)
         phases.begin("comparing the trials")
         result = running.compared()
@@ -101,8 +100,7 @@ def _checked(wanted: Sweep, trials: Trials) -> dict[str, CheckedLanguageRun]:
     """Check each trial as its run does; raise ConfigError with every problem."""
     ready, problems = dict[str, CheckedLanguageRun](), list[str]()
     for name, (_, config) in trials.items():
-        budget = config.run.model_copy(update={"max_usd": wanted.max_usd})
-        problems += budget_problems(config.model_copy(update={"run": budget}))
+        problems += budget_problems(config.with_fields("run", max_usd=wanted.max_usd))
         try:
             ready[name] = check(config, None, 0)
             same_run(ready[name].run, ready[name].config, settled=False)

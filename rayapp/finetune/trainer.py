@@ -9,8 +9,9 @@ rayapp.train.rank trains with it, with or without Ray.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,17 @@ from rayapp.config.fields import PAIRS, TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
+from rayapp.data.tokens import prompt_ids
 from rayapp.finetune.ends import ends_of_data, generation_config
 from rayapp.finetune.exported import check_export
 from rayapp.finetune.kto import Kto
-from rayapp.finetune.model_parts import (
-    Parts,
-    compile_gain,
-    compute_dtype,
-    exact_base,
-    make_parts,
-)
+from rayapp.finetune.model_parts import Parts, compile_gain, compute_dtype, exact_base, make_parts
 from rayapp.finetune.references import References
-from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
-from rayapp.finetune.scoring import compared, score_tasks
+from rayapp.finetune.samples import AT_END, AT_EVALUATION, generated
+from rayapp.finetune.scoring import compared, leave_if_told, score_tasks
 from rayapp.model.sharding import find_blocks
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
-from rayapp.observe.records import FinalFigures
+from rayapp.observe.records import FinalFigures, Gain
 from rayapp.observe.run_folder import ADAPTER, MODEL
 from rayapp.order import StepCounts
 from rayapp.planner.flops import model_flops
@@ -51,9 +47,7 @@ from rayapp.train.model_reading import read
 from rayapp.train.preference import means
 from rayapp.train.spec import LanguageSpec
 from rayapp.train.step_sums import Sums
-from rayapp.train.step_sync import CONTINUE
 from rayapp.train.trainer_interface import Trainer, peak_flops
-from rayapp.train.waiting import leave_now
 
 
 def build(spec: LanguageSpec, device: torch.device) -> LanguageTrainer:
@@ -83,11 +77,9 @@ class LanguageTrainer(Trainer):
         return generation_config(config, parts.source, parts.lm.hf.config, parts.tokenizer, ends)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
         return model.num_parameters(self.parts.lm)
 
     def amounts(self, step: int) -> Amounts:
-        """Return the number of tokens of so many steps."""
         return {"tokens": step * self.spec.config.train.tokens_per_step}
 
     def warm_up(self) -> FinalFigures:
@@ -115,19 +107,12 @@ class LanguageTrainer(Trainer):
         gain = compile_gain(self.spec, self.parts, self.device)
         if gain is None:
             return {"compile": None}
-        return {
-            "compile": {
-                "eager_s": gain.eager_s,
-                "compiled_s": gain.compiled_s,
-                "compile_s": gain.compile_s,
-                "speedup": gain.speedup,
-            }
-        }
+        return {"compile": cast(Gain, asdict(gain) | {"speedup": gain.speedup})}
 
     def engine(self, control: Any) -> Engine:
-        """Return the loop's engine for a language model."""
         spec, config = self.spec, self.spec.config
         names = tuple(spec.data.sources) if spec.order.source_ends else ()
+        mfu = mfu_of(spec, self.parts, self.device)
         engine = self.common_engine(
             control,
             rows_per_epoch=spec.data.epoch_rows,
@@ -135,9 +120,7 @@ class LanguageTrainer(Trainer):
             take_expert_tokens=self.parts.lm.routing.take,
             by_source=bool(names),
             may_wait=lambda batch: spec.order.more and batch.ends_block,
-            record=partial(
-                token_record, mfu_of(spec, self.parts, self.device), names, spec.data.pairs
-            ),
+            record=partial(token_record, mfu, names, spec.data.pairs),
             own_loss=config.train.loss,
             last_of_step=partial(model.sum_over_replicas, self.parts.lm),
             blocks=find_blocks(self.parts.lm.hf),
@@ -203,19 +186,20 @@ class LanguageTrainer(Trainer):
         if not config.eval.prompts:
             return []
         engine.phases.begin("sampling")
-        return continued(
+        tokenizer, prompts = self.parts.tokenizer, config.eval.prompts
+        how = takes_template(config.data.kind), self.spec.system
+        texts = generated(
             self.parts,
-            config.eval.prompts,
+            [prompt_ids(tokenizer, prompt, *how) for prompt in prompts],
             self.device,
             engine.control,
             num_tokens,
-            chat=takes_template(config.data.kind),
-            system=self.spec.system,
             stops=self.generation.eos_token_id or (),
             seed=seed,
-            leave=lambda: leave_now(engine) if engine.interruptible else CONTINUE,
+            leave=partial(leave_if_told, engine),
             room=config.micro_batch * config.data.seq_len,
         )
+        return list(zip(prompts, texts, strict=True))
 
     def finish(
         self, engine: Engine, storage: Storage, at: int, held_out: HeldOut, *, export: bool

@@ -86,11 +86,11 @@ def with_adapters_lora(config: Config) -> Config:
     try:
         with open(f"{os.path.expanduser(path)}/adapter_model.safetensors", "rb") as file:
             tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        section = config.model.model_copy(update={"lora": Lora.of_peft(values, tensors)})
+        lora = Lora.of_peft(values, tensors)
     except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
         why = " ".join(repr(error).split())
         raise ConfigError([f"model.path={path} is a damaged adapter: {why:.200}"]) from error
-    return config.model_copy(update={"model": section})
+    return config.with_fields("model", lora=lora)
 
 
 def config_values(config: Config, problems: list[str]) -> Mapping[str, Any] | None:

@@ -77,8 +77,7 @@ def check(config: VisionConfig, local_cores: int | None, local_gpus: int) -> Che
     shape = _shape(config, problems)
     if source is None or problems:
         raise ConfigError(problems)
-    data = data.model_copy(update={"format": source.format})
-    config = config.model_copy(update={"data": data})
+    config = config.with_fields("data", format=source.format)
     run = open_storage(config.run.storage) / config.run.name
     problem = checks.plan_problem(config, lambda each: forecast(each, shape))
     if problem := problem or schedule_problem(config, run):
@@ -112,12 +111,10 @@ def settle(ready: CheckedImageRun, gpus: bool) -> CheckedImageRun:
 
     Convolutions in bf16 are no faster on CPUs.
     """
-    train = ready.config.train
-    if train.precision != "auto":
+    if ready.config.train.precision != "auto":
         return ready
-    fields = {"precision": "bf16" if gpus and gpus_have_bf16() else "fp32"}
-    train = train.model_copy(update=fields)
-    return replace(ready, config=ready.config.model_copy(update={"train": train}))
+    precision = "bf16" if gpus and gpus_have_bf16() else "fp32"
+    return replace(ready, config=ready.config.with_fields("train", precision=precision))
 
 
 def prepare(

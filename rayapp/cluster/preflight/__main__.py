@@ -61,8 +61,7 @@ def check(config: RunConfig, as_json: bool, min_gbit_per_s: float | None, timeou
     storage = config.run.storage
     if "://" not in storage:  # workers have another working folder
         storage = os.path.abspath(os.path.expanduser(storage))
-        run = config.run.model_copy(update={"storage": storage})
-        config = config.model_copy(update={"run": run})
+        config = config.with_fields("run", storage=storage)
     try:
         open_storage(storage)
     except StorageError as error:

@@ -110,13 +110,10 @@ def _shape(
         pairs = zip(radii, angles, strict=True)
         return [(x + r * math.cos(a), y + r * math.sin(a)) for r, a in pairs]
 
-    def circle(r: float, color: Color) -> None:
-        pencil.ellipse((x - r, y - r, x + r, y + r), fill=color)
-
     if name in ("disc", "ring"):
-        circle(radius, front)
+        pencil.circle((x, y), radius, fill=front)
         if name == "ring":
-            circle(0.55 * radius, ground)
+            pencil.circle((x, y), 0.55 * radius, fill=ground)
     elif name in ("square", "frame"):
         pencil.polygon(corners([radius] * 4, math.pi / 4), fill=front)
         if name == "frame":
@@ -133,11 +130,7 @@ def _shape(
 
 
 def _texture(
-    pencil: ImageDraw.ImageDraw,
-    name: str,
-    front: Color,
-    size: tuple[int, int],
-    dice: random.Random,
+    pencil: ImageDraw.ImageDraw, name: str, front: Color, size: tuple[int, int], dice: random.Random
 ) -> None:
     width, height = size
     step = dice.randint(10, 18)

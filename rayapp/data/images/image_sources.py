@@ -111,12 +111,10 @@ def problem_of(found: FoundImage) -> str | None:
 
 def format_of(names: list[str]) -> str:
     """Return the format of more than half of the files by their names, else `folder`."""
-    counts = {
-        format: sum(name.lower().endswith(ends) for name in names)
-        for format, ends in SUFFIXES.items()
-    }
-    best = max(counts, key=lambda format: counts[format])
-    return best if 2 * counts[best] > len(names) else "folder"
+    for format, ends in SUFFIXES.items():
+        if 2 * sum(name.lower().endswith(ends) for name in names) > len(names):
+            return format
+    return "folder"
 
 
 def hidden(name: str) -> bool:

@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 from xxhash import xxh3_64_intdigest
 
 from rayapp.data import FOLDER
@@ -189,10 +190,8 @@ class ImageRows:
 RESTORE = f"Restore it, or start a new run after removing {FOLDER} beside the runs"
 
 
-@lru_cache(maxsize=4)
-def _rows(url: str, roots: tuple[str, ...], split: str, as_stored: bool) -> ImageRows:
-    """Open an index once per process, in which Ray Data runs many tasks."""
-    return ImageRows(url, roots, split, as_stored)
+# An index is opened once per process, in which Ray Data runs many tasks.
+_rows = lru_cache(maxsize=4)(ImageRows)
 
 
 def load(storage: Storage) -> Images | None:
@@ -200,10 +199,7 @@ def load(storage: Storage) -> Images | None:
     if not storage.exists(MANIFEST):
         return None
     values = json.loads(storage.read(MANIFEST))
-    for name in ("roots", "classes", "class_counts"):
-        values[name] = tuple(values[name])
-    values["examples"] = [(place, why) for place, why in values["examples"]]
-    return Images(**{**values, "url": storage.url})
+    return TypeAdapter(Images).validate_python({**values, "url": storage.url})
 
 
 def packed(records: Records, names: list[str], labels: list[str]) -> bytes:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from rayapp.data.images.index import (
 )
 from rayapp.data.prepared import MANIFEST, MAX_EXAMPLES, SPLITS
 from rayapp.data.ray_tasks import run_tasks
-from rayapp.data.sources import DataFile, SourceError
+from rayapp.data.sources import DataFile, SourceError, drawn_of
 from rayapp.storage import Storage, open_storage
 
 
@@ -134,7 +133,8 @@ class IndexTask:
                 root, file, offset = OWN_ROOT, _name("images", self.index, "bin"), copied
                 copies.append(image.data)
                 copied += size
-            held = self.origin == "eval" or is_held_out(image.name, recipe.eval_fraction)
+            drawn = drawn_of(image.name.encode())
+            held = self.origin == "eval" or drawn < recipe.eval_fraction * 2**64
             name = names.setdefault(file, len(names))
             label = labels.setdefault(unicodedata.normalize("NFC", image.label), len(labels))
             digest = digest_of(image.data)
@@ -146,12 +146,6 @@ class IndexTask:
             storage.write(_name(split, self.index, "npz"), part)
         summary = {"records": records, "bad": dict(bad), "examples": examples[:MAX_EXAMPLES]}
         storage.write(_name("unit", self.index, "json"), json.dumps(summary).encode())
-
-
-def is_held_out(name: str, fraction: float) -> bool:
-    """Return whether an image is held out, by a hash of its name."""
-    digest = blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def class_names(labels: set[str]) -> list[str]:

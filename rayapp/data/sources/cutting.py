@@ -95,12 +95,8 @@ def _all_pieces(
     if source.format == "hub":
         shards = range(hub.num_shards(source.root, source.version))
         return [(Piece(source.root, i, i + 1, split), unit_bytes) for i in shards]
-    if (
-        source.format == "text"
-        and split == "hash"
-        and len(source.files) == 1
-        and not is_stream(source.files[0].name, "text")
-    ):
+    single = len(source.files) == 1 and not is_stream(source.files[0].name, source.format)
+    if source.format == "text" and split == "hash" and single:
         (file,) = source.files
         boundary = int(file.size * (1 - eval_fraction * share))
         pieces = _ranges(source, file, 0, boundary, unit_bytes, "train")

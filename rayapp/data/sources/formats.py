@@ -96,15 +96,12 @@ def format_of(name: str, head: bytes) -> str | None:
     first = text.split(b"\n", 1)[0].rstrip()
     if text.startswith(b"[") and (named or text[1:].lstrip().startswith((b"{", b"]"))):
         return "json"
-    if (
-        bare(name).endswith(".json")
-        and first.startswith(b"{")
-        and first.endswith((b"{", b"[", b","))
-    ):
+    opens = first.startswith(b"{")
+    if opens and bare(name).endswith(".json") and first.endswith((b"{", b"[", b",")):
         raise SourceError(ONE_OBJECT)
     if named:
         return named
-    return "jsonl" if first.startswith(b"{") and _is_object(first) else None
+    return "jsonl" if opens and _is_object(first) else None
 
 
 def _is_object(line: bytes) -> bool:

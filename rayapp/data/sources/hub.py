@@ -58,16 +58,14 @@ def _dataset(path: str, commit: str) -> Any:
     import datasets
 
     name, config, split, _ = _parts(path)
+    how = {"split": split or "train", "revision": commit}
     try:
-        return datasets.load_dataset(
-            name, config, split=split or "train", revision=commit, streaming=True
-        )
+        return datasets.load_dataset(name, config, streaming=True, **how)
     except Exception as error:  # as above
         raise _missing(path, error) from error
 
 
 def _parts(path: str) -> tuple[str, str | None, str | None, str | None]:
-    """Return name, config, split and revision."""
     parts = ID.fullmatch(path)
     assert parts is not None, f"{path} is no id of the hub"
     return parts["name"], parts["config"], parts["split"], parts["revision"]

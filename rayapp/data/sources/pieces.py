@@ -32,7 +32,6 @@ from rayapp.data.sources.streams import (
     BATCH_ROWS,
     BOM,
     LINE_BYTES,
-    TEXT_BYTES,
     TOO_LONG,
     json_line,
     read_stream,
@@ -81,7 +80,7 @@ def _records(source: DataSource, piece: Piece) -> Iterator[Record]:
     if is_own(source.format):
         return _read_own(source.root, piece.file, source.format)
     if piece.is_stream:
-        return read_stream(source, piece, TEXT_BYTES)
+        return read_stream(source, piece)
     if source.format == "parquet":
         return _read_parquet(source, piece)
     if source.format == "text":
@@ -281,7 +280,6 @@ class RecordReader(Protocol):
 
     def __call__(self, path: str, /) -> Iterator[Mapping[str, Any] | str]:
         """Yield the records of a file in an order that is the same at each call."""
-        ...
 
 
 def is_own(format: str) -> bool:
@@ -302,7 +300,6 @@ def reader_version(format: str) -> str:
 
 
 def _read_own(root: str, name: str, format: str) -> Iterator[Record]:
-    """Yield the records that the function makes of a file."""
     url = f"{opened(root).url.rstrip('/')}/{name}"
     try:
         function: RecordReader = load_code(OWN_FIELD, format, checked=True)
@@ -311,9 +308,7 @@ def _read_own(root: str, name: str, format: str) -> Iterator[Record]:
     for row, value in enumerate(function(url)):
         good = isinstance(value, (str, Mapping))
         problem = None if good else f"is {type(value).__name__}, neither a mapping nor text"
-        yield Record(
-            name, row, value if isinstance(value, str) or not good else dict(value), problem
-        )
+        yield Record(name, row, dict(value) if isinstance(value, Mapping) else value, problem)
 
 
 def _failure(source: DataSource, file: str, error: Exception, after: str) -> SourceError:

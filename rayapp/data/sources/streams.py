@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 from rayapp.data.sources.formats import codec_of, is_compressed
@@ -30,20 +31,15 @@ LONGEST_ESCAPE = 12  # characters: both halves of one beyond 16 bits
 BLANK = re.compile(r"[ \t\r\n]*")
 
 
-def read_stream(source: DataSource, piece: Piece, text_bytes: int) -> Iterator[Record]:
-    """Yield the records of a file; text comes in parts of about `text_bytes`, cut at line ends.
+def read_stream(source: DataSource, piece: Piece) -> Iterator[Record]:
+    """Yield the records of a file; text comes in parts of about TEXT_BYTES, cut at line ends.
 
     Raises:
         SourceError: it is not of this format, so that the rest cannot be read.
     """
     try:
         with open_stream(source.root, piece.file, piece.etag) as stream:
-            if source.format == "text":
-                yield from _texts(stream, piece.file, text_bytes)
-            elif source.format == "jsonl":
-                yield from _lines(stream, piece.file)
-            else:
-                yield from READERS[source.format](stream, piece.file)
+            yield from READERS[source.format](stream, piece.file)
     except SourceError as error:
         raise SourceError(f"{source.root}/{printable(piece.file)} {error}") from error
 
@@ -63,11 +59,11 @@ def open_stream(root: str, name: str, etag: str | None = None) -> io.BufferedRea
     return io.BufferedReader(plain, CHUNK)
 
 
-def _texts(stream: io.BufferedReader, name: str, text_bytes: int) -> Iterator[Record]:
+def _texts(stream: io.BufferedReader, name: str) -> Iterator[Record]:
     line = 1
     if stream.peek(len(BOM)).startswith(BOM):
         stream.read(len(BOM))
-    while data := stream.read(text_bytes):
+    while data := stream.read(TEXT_BYTES):
         if not data.endswith(b"\n"):
             data += stream.readline(LINE_BYTES)
         try:
@@ -205,33 +201,30 @@ class _Text:
         return SourceError(f"is not a JSON array: {error.msg.removesuffix(' at')} at line {line}")
 
 
-def _separated(delimiter: str) -> Callable[[io.BufferedReader, str], Iterator[Record]]:
-    def read(stream: io.BufferedReader, name: str) -> Iterator[Record]:
-        """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
-        csv.field_size_limit(LINE_BYTES)
-        lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(_bounded(lines), delimiter=delimiter, strict=True)
-        header: list[str] | None = None
-        while True:
-            line = rows.line_num + 1
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield Record(name, line, None, f"is not CSV ({error})")
-                continue
-            if not row:
-                continue
-            if header is None:
-                header = _header(row)
-            elif len(row) != len(header):
-                why = f"has {len(row)} fields, but the header has {len(header)}"
-                yield Record(name, line, None, why)
-            else:
-                yield Record(name, line, dict(zip(header, row, strict=True)))
-
-    return read
+def _separated(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
+    """Yield the rows of CSV as text by column; the csv module knows the lines they are on."""
+    csv.field_size_limit(LINE_BYTES)
+    lines = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(_bounded(lines), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Record(name, line, None, f"is not CSV ({error})")
+            continue
+        if not row:
+            continue
+        if header is None:
+            header = _header(row)
+        elif len(row) != len(header):
+            why = f"has {len(row)} fields, but the header has {len(header)}"
+            yield Record(name, line, None, why)
+        else:
+            yield Record(name, line, dict(zip(header, row, strict=True)))
 
 
 def _bounded(lines: io.TextIOWrapper) -> Iterator[str]:
@@ -281,9 +274,11 @@ def rows_of(name: str, batches: Any, row: int = 0) -> Iterator[Record]:
 
 
 READERS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
+    "text": _texts,
+    "jsonl": _lines,
     "json": _array,
-    "csv": _separated(","),
-    "tsv": _separated("\t"),
+    "csv": partial(_separated, delimiter=","),
+    "tsv": partial(_separated, delimiter="\t"),
     "parquet": _parquet,
     "arrow": _arrow,
 }
