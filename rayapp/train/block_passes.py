@@ -28,7 +28,8 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from rayapp import model
 from rayapp.model.activations import ATTENTION, keeps_result
-from rayapp.model.attention import takes_any_kernel
+from rayapp.model.attention import attention_problem, takes_any_kernel
+from rayapp.model.build import Loss
 from rayapp.planner.measured import Counted
 
 CPU = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
@@ -40,11 +41,11 @@ GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 def build_on_shapes(
     config: PretrainedConfig,
-    loss: model.Loss = model.no_loss,
+    loss: Loss = model.no_loss,
     dtype: torch.dtype = torch.float32,
 ) -> model.LanguageModel:
     """Build a model on the meta device, with the attention of GPUs if it takes any kernel."""
-    refused = model.attention_problem("sdpa", config, CPU.type, dtype)
+    refused = attention_problem("sdpa", config, CPU.type, dtype)
     attention = "eager" if refused else "sdpa"
     lm = model.build(config, loss=loss, dtype=dtype, attention=attention)
     if takes_any_kernel(config):

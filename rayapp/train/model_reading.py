@@ -30,6 +30,9 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.model.attention import takes_any_kernel
 from rayapp.model.build import beside_text
+from rayapp.model.lora_layers import linear_names
+from rayapp.model.names import matching
+from rayapp.model.scans import kernel_packages
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Counted, Frozen, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
@@ -84,7 +87,7 @@ def count(config: Mapping[str, Any], patterns: Sequence[str]) -> Frozen:
     lm = build_on_shapes(AutoConfig.for_model(**config))
     hidden = {id(p) for p in hidden_matrices(lm)}
     tables = {id(p) for p in embedding_tables(lm)}
-    named = {id(p): p for pattern in patterns for p in model.matching(lm.hf, pattern, trained=True)}
+    named = {id(p): p for pattern in patterns for p in matching(lm.hf, pattern, trained=True)}
 
     def size(ids: Iterable[int]) -> int:
         return sum(named[each].numel() for each in ids)
@@ -112,7 +115,7 @@ def _structure(lm: model.LanguageModel) -> _Structure:
     first: dict[Any, int] = {}
     kind_of = [first.setdefault(_signature(block), n) for n, block in enumerate(blocks)]
     kinds = dict(Counter(kind_of))
-    adapted = set(model.linear_names(lm.hf))
+    adapted = set(linear_names(lm.hf))
     linears = [
         replace(each, module=each.module and each.name in adapted)
         for n, count in kinds.items()
@@ -271,7 +274,7 @@ def _with_counts(
         attention=attention,
         kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
         adapted=adapted,
-        kernel_packages=tuple(model.kernel_packages(lm.hf)),
+        kernel_packages=tuple(kernel_packages(lm.hf)),
         whole_logits=not lm.plain_head,
     )
     experts = [

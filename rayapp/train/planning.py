@@ -53,10 +53,10 @@ def _gguf_values(config: Config) -> Mapping[str, Any] | None:
     path = Path(config.model.path).expanduser()
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):
         return None
-    from rayapp import model
+    from rayapp.model.gguf import config_values
 
     try:
-        return model.config_values(config.model.path)
+        return config_values(config.model.path)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
