@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rayapp.model.by_document import by_document, with_dropout
-from rayapp.model.sinks import flash_with_sinks, grouped_queries
+from rayapp.model.sinks import FlashWithSinks, grouped_queries
 from rayapp.model.sliding_windows import hands_on_windows
 
 
@@ -227,7 +227,7 @@ def _flash(
 ) -> Tensor:
     """Attend on a GPU, causally within each document: [T, heads, D] -> [T, heads, D]."""
     if sinks is not None:
-        return flash_with_sinks(query, key, value, sinks, bounds, longest, window, scale)
+        return FlashWithSinks.apply(query, key, value, sinks, bounds, longest, window, scale)
     from torch.nn.attention.varlen import varlen_attn
 
     result = varlen_attn(

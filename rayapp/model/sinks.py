@@ -45,25 +45,13 @@ def grouped_queries() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def flash_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    bounds: Tensor,
-    longest: int,
-    window: int,
-    scale: float,
-) -> Tensor:
-    """Attend causally within each document on a GPU.
+class FlashWithSinks(torch.autograd.Function):
+    """torch's varlen kernel, with sinks added to what its backward pass is given.
+
+    It attends causally within each document on a GPU.
 
     Shapes: query [T, heads, D], key and value [T, kv_heads, D], bounds int32 [documents + 1].
     """
-    return _Flash.apply(query, key, value, sinks, bounds, longest, window, scale)
-
-
-class _Flash(torch.autograd.Function):
-    """torch's varlen kernel, with sinks added to what its backward pass is given."""
 
     @staticmethod
     def forward(
