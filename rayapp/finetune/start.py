@@ -22,8 +22,7 @@ from rayapp.model.weights import misfits_of
 from rayapp.observe.run_folder import MODEL, PLAN
 from rayapp.observe.status import read_plan, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train.checkpoint.marker import CheckpointError, steps_done
-from rayapp.train.checkpoint.origin import find
+from rayapp.train.checkpoint.marker import CheckpointError, find, steps_done
 from rayapp.train.checkpoint.state import saved_shapes
 
 MAX_NAMED = 3

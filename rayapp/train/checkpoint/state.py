@@ -27,7 +27,6 @@ from rayapp.train.checkpoint.checkpoint_files import (
     reason_of,
 )
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged
-from rayapp.train.checkpoint.origin import find
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer_interface import Trainer
@@ -185,7 +184,7 @@ def _found(storage: Storage, step: int | None) -> str:
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            choice[0] = find(storage, step).name
+            choice[0] = marker.find(storage, step).name
         except CheckpointError as error:
             choice[0] = error
     dist.broadcast_object_list(choice, src=0)
