@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -155,7 +156,8 @@ def start_from(trainer: Trainer, origin: Origin) -> None:
     """
     storage = open_storage(origin.run)
     try:
-        load_weights(trainer, storage, _found(storage, origin.step))
+        found = _from_rank_0(lambda: marker.find(storage, origin.step))
+        load_weights(trainer, storage, found.name)
     except CheckpointError as error:
         raise marker.NoneUsable(f"model.init_from={origin} is not usable: {error}") from error
 
@@ -167,7 +169,7 @@ def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
         StartAgain: it turned out to be damaged, and is refused from now on.
     """
     try:
-        name = _found(storage, step)
+        name = _from_rank_0(lambda: marker.find(storage, step)).name
     except CheckpointError as error:
         if dist.get_rank() == 0:
             logger.warning("the best checkpoint is not exported: %s", error)
@@ -179,18 +181,18 @@ def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
     return True
 
 
-def _found(storage: Storage, step: int | None) -> str:
-    """Return the name of the checkpoint that rank 0 finds; raise its CheckpointError on all."""
+def _from_rank_0(look: Callable[[], Any]) -> Any:
+    """Return what `look` returns on rank 0, or raise its CheckpointError, on all ranks."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            choice[0] = marker.find(storage, step).name
+            choice[0] = look()
         except CheckpointError as error:
             choice[0] = error
     dist.broadcast_object_list(choice, src=0)
-    if isinstance(choice[0], Exception):
+    if isinstance(choice[0], CheckpointError):
         raise choice[0]
-    return str(choice[0])
+    return choice[0]
 
 
 def _refuse(storage: Storage, name: str, damage: Damaged) -> NoReturn:
@@ -207,18 +209,10 @@ def choose(storage: Storage) -> marker.SavedCheckpoint | None:
     Raises:
         NoneUsable: on all ranks.
     """
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            choice[0], skipped = marker.resume_point(storage)
-            for line in skipped:
-                logger.warning(line)
-        except marker.NoneUsable as error:
-            choice[0] = error
-    dist.broadcast_object_list(choice, src=0)
-    if isinstance(choice[0], marker.NoneUsable):
-        raise choice[0]
-    return choice[0]
+    newest, skipped = _from_rank_0(lambda: marker.resume_point(storage))
+    for line in skipped if dist.get_rank() == 0 else ():
+        logger.warning(line)
+    return newest
 
 
 def check_cursor(spec: AnySpec, state: marker.State) -> None:
