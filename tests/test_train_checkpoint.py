@@ -824,7 +824,7 @@ def test_a_file_of_several_blocks(
     digest = Digest()
     for start in range(0, size, 29):  # written in parts that know nothing of blocks
         digest.update(data[start : start + 29])
-    file = SavedFile.from_dict(json.loads(json.dumps(digest.file().to_dict())))
+    file = SavedFile.from_dict(json.loads(json.dumps(dataclasses.asdict(digest.file()))))
     assert file.size == size and len(file.sha256) == -(-size // 64)
     storage.write("f", data)
     reader = open_checked(storage, "f", file)

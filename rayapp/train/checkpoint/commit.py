@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
@@ -57,7 +58,7 @@ def commit(
         "run": claim_run_id(run),
         "name": name,
         "step": step,
-        "files": {file: values.to_dict() for file, values in saved.items()},
+        "files": {file: asdict(values) for file, values in saved.items()},
     }
     (run / CHECKPOINTS).write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
 

@@ -59,13 +59,6 @@ class State(Amounts, LoopState, total=False):
     versions: dict[str, str]
 
 
-class FileValues(TypedDict):
-    """A SavedFile in the marker's JSON."""
-
-    size: int
-    sha256: list[str]
-
-
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A committed checkpoint whose files all have the right size."""
@@ -89,14 +82,11 @@ class SavedFile:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> SavedFile:
-        """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
+        """Read one from the marker's JSON; raises ValueError, KeyError or TypeError."""
         file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
         if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
             raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
         return file
-
-    def to_dict(self) -> FileValues:
-        return {"size": self.size, "sha256": list(self.sha256)}
 
 
 class Digest:
