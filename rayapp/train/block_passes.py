@@ -40,9 +40,7 @@ GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
 def build_on_shapes(
-    config: PretrainedConfig,
-    loss: Loss = model.no_loss,
-    dtype: torch.dtype = torch.float32,
+    config: PretrainedConfig, loss: Loss = model.no_loss, dtype: torch.dtype = torch.float32
 ) -> model.LanguageModel:
     """Build a model on the meta device, with the attention of GPUs if it takes any kernel."""
     refused = attention_problem("sdpa", config, CPU.type, dtype)
