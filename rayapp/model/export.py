@@ -59,9 +59,10 @@ class Group:
     tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes on disk."""
-        return sum(shape.numel() * dtype.itemsize for dtype, shape in self.tensors.values())
+    def sizes(self) -> dict[str, int]:
+        """Bytes on disk of each tensor."""
+        tensors = self.tensors.items()
+        return {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in tensors}
 
 
 class Reverse:
@@ -165,7 +166,10 @@ def export(
     small: list[str] = []
     try:
         if rank == 0:
-            sizes = {name: _sizes(groups) for name, groups in zip(names, files, strict=True)}
+            sizes = {
+                name: {key: size for group in groups for key, size in group.sizes.items()}
+                for name, groups in zip(names, files, strict=True)
+            }
             small = write_small_files(
                 model.hf, storage, sizes, tokenizer, generation_config, dtype, processor or {}
             )
@@ -174,22 +178,17 @@ def export(
     return sorted({*names, *_raise_together(error, storage, small)})
 
 
-def _sizes(groups: list[Group]) -> dict[str, int]:
-    """Return the bytes of each tensor of some groups."""
-    tensors = [item for group in groups for item in group.tensors.items()]
-    return {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in tensors}
-
-
 def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:
     """Divide groups over files in order; a group above the limit gets a file of its own."""
     files: list[list[Group]] = [[]]
     size = 0
     for group in groups:
-        if files[-1] and size + group.num_bytes > max_file_bytes:
+        num_bytes = sum(group.sizes.values())
+        if files[-1] and size + num_bytes > max_file_bytes:
             files.append([])
             size = 0
         files[-1].append(group)
-        size += group.num_bytes
+        size += num_bytes
     return files
 
 
@@ -210,11 +209,8 @@ def _gather_in_turns(
         for owner, group in enumerate(turn):
             if group is not None:
                 names = [name for name, _ in group.members]
-                yield (
-                    owner,
-                    group,
-                    {name: _gather(state[name], dtype, changes.get(name)) for name in names},
-                )
+                whole = {name: _gather(state[name], dtype, changes.get(name)) for name in names}
+                yield owner, group, whole
 
 
 def _gather(
