@@ -10,7 +10,9 @@ its documents: the same result, without work or memory for pairs of tokens in di
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,13 +23,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
 
 from rayapp.model.by_document import by_document, with_dropout
 from rayapp.model.sinks import FlashWithSinks, grouped_queries
-from rayapp.model.sliding_windows import hands_on_windows
+
+log = logging.getLogger("rayapp.model")
 
 
 class Unavailable(ValueError):
@@ -46,6 +51,7 @@ IMPLEMENTATIONS = {  # our name -> transformers' name
 }
 FLAGS = {"sdpa": "sdpa", "flex": "flex_attn", "flash": "flash_attn"}  # of `_supports_...`
 BY_BOUNDARIES = ("varlen", "flash")
+PROBE = "rayapp_probe"
 
 
 def choose_attention(
@@ -144,9 +150,55 @@ def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
 def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
     if problem := _own_attention(config):
         return problem
-    if not hands_on_windows(config):
+    if not _hands_on_windows(config):
         return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None
+
+
+def _hands_on_windows(config: PretrainedConfig) -> bool:
+    """Return whether a model tells its attention kernel every sliding window of its masks.
+
+    A kernel without a mask sees a window only if the model passes it on, which PhiMoE, Qwen2-MoE
+    and Doge do not in transformers 5.23. The model's code is run on the meta device, with a kernel
+    that notes which windows it is given, beside those that masks are made of.
+    """
+    values = config.get_text_config().to_dict().items()
+    if not any("window" in name and value for name, value in values):
+        return True
+    in_masks: set[int | None] = {None}
+    given: set[int | None] = {None}
+
+    def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+        in_masks.add(local_size)
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        given.add(sliding_window)
+        rows, heads, length, _ = query.shape
+        return value.new_empty(rows, length, heads, value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, attend)
+    AttentionMaskInterface.register(PROBE, mask)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=torch.bfloat16,  # experts' kernels take no other
+            attn_implementation=PROBE,
+            trust_remote_code=False,
+        )
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        try:  # with a mask of tokens, transformers does not look into the positions
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        except Exception as error:  # any failure of the model's code: what it gave so far counts
+            log.info("%s: its windows are known in part (%r)", type(model).__name__, error)
+    return in_masks <= given
 
 
 def _flash_problem(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
