@@ -286,8 +286,7 @@ def _start(name: str) -> int | None:
 def read_bytes(storage: Storage, start: int, end: int, listed: list[Part] | None = None) -> bytes:
     """Return the bytes from `start` to `end`; `listed` are the parts, if they are known.
 
-    Raises:
-        StorageError: they are not there, or cannot be read.
+    Raises: StorageError: they are not there, or cannot be read.
     """
     listed = parts(storage) if listed is None else listed
     while True:

@@ -135,8 +135,7 @@ def _base(
 ) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
     """Return the base by the card's names, its LICENSE by name, and what is not as wished.
 
-    Raises:
-        ConfigError: the base is not on the hub, or is another model there.
+    Raises: ConfigError: the base is not on the hub, or is another model there.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -224,8 +223,7 @@ def _is_place(value: object) -> bool:
 def _refuse_places(folder: Path, places: list[str]) -> None:
     """Refuse files that name a place of this machine.
 
-    Raises:
-        ConfigError: with each place.
+    Raises: ConfigError: with each place.
     """
     host = socket.gethostname()  # of one that is a plain word, it is not known what it stands for
     sought = [re.escape(place) for place in places if _is_place(place) and len(place) > 2]
@@ -246,8 +244,7 @@ def _refuse_places(folder: Path, places: list[str]) -> None:
 def _claimed(api: Any, target: str, own: str, public: bool) -> dict[str, tuple[str, int]]:
     """Create the repository, or make sure that it is this run's; return the files in it.
 
-    Raises:
-        ConfigError: it has content from elsewhere, or everybody sees it.
+    Raises: ConfigError: it has content from elsewhere, or everybody sees it.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 

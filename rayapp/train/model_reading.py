@@ -58,8 +58,7 @@ def read(
 ) -> Shape:
     """Return the shape that a config.json describes (see `planner.question.ReadModel`).
 
-    Raises:
-        UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+    Raises: UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
     """
     try:
         if not isinstance(config, PretrainedConfig):

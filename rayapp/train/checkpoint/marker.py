@@ -176,8 +176,7 @@ def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
     Usable means: a valid marker of this run, every file with its size, intact state and metadata.
 
-    Raises:
-        StorageError: the storage does not answer, which is no reason to go back in time.
+    Raises: StorageError: the storage does not answer, which is no reason to go back in time.
     """
     skipped: list[str] = []
     folder, run = storage / CHECKPOINTS, run_id(storage)
@@ -222,8 +221,7 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 def find(storage: Storage, step: int | None) -> SavedCheckpoint:
     """Return the newest usable checkpoint of a run, or of one of its steps.
 
-    Raises:
-        CheckpointError: there is none; the message says why, and does not name the run.
+    Raises: CheckpointError: there is none; the message says why, and does not name the run.
     """
     folder = storage / CHECKPOINTS
     if step is None:
@@ -279,8 +277,7 @@ class Marker:
 def read_marker(folder: Storage, name: str) -> Marker:
     """Read the marker of a checkpoint.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    Raises: CheckpointError: there is none, or it is damaged.
     """
     try:
         text = folder.read(MARKER)
@@ -318,8 +315,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
 
     `run` is the id of the run that must have saved it; None: the run's folder has no id.
 
-    Raises:
-        CheckpointError: saying what is wrong with it.
+    Raises: CheckpointError: saying what is wrong with it.
     """
     marked = read_marker(folder, name)
     files = marked.files

@@ -151,8 +151,7 @@ def load_weights(trainer: Trainer, storage: Storage, name: str) -> None:
 def start_from(trainer: Trainer, origin: Origin) -> None:
     """Load the weights of another run's checkpoint; all ranks call it.
 
-    Raises:
-        NoneUsable: the checkpoint is not usable, or is gone.
+    Raises: NoneUsable: the checkpoint is not usable, or is gone.
     """
     storage = open_storage(origin.run)
     try:
@@ -165,8 +164,7 @@ def start_from(trainer: Trainer, origin: Origin) -> None:
 def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
     """Load the weights of the run's own checkpoint of a step; return whether there is one.
 
-    Raises:
-        StartAgain: it turned out to be damaged, and is refused from now on.
+    Raises: StartAgain: it turned out to be damaged, and is refused from now on.
     """
     try:
         name = _from_rank_0(lambda: marker.find(storage, step)).name
@@ -206,8 +204,7 @@ def _refuse(storage: Storage, name: str, damage: Damaged) -> NoReturn:
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
     """Return the newest usable checkpoint as rank 0 finds it; None if none was ever committed.
 
-    Raises:
-        NoneUsable: on all ranks.
+    Raises: NoneUsable: on all ranks.
     """
     newest, skipped = _from_rank_0(lambda: marker.resume_point(storage))
     for line in skipped if dist.get_rank() == 0 else ():
@@ -218,8 +215,7 @@ def choose(storage: Storage) -> marker.SavedCheckpoint | None:
 def check_cursor(spec: AnySpec, state: marker.State) -> None:
     """Refuse a checkpoint that was trained on other data.
 
-    Raises:
-        Resumed: naming the parts that differ.
+    Raises: Resumed: naming the parts that differ.
     """
     cursor = Cursor.from_dict(state["cursor"])
     if cursor.fingerprint != spec.data.fingerprint:
@@ -254,8 +250,7 @@ def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
 def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
     """Return the names in a checkpoint, each with the tensor's shape, or None for an object.
 
-    Raises:
-        Damaged: its metadata is not what was saved.
+    Raises: Damaged: its metadata is not what was saved.
     """
     try:
         metadata = CheckedReader(storage / CHECKPOINTS, name).metadata.state_dict_metadata
