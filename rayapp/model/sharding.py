@@ -78,13 +78,12 @@ def shard(
     *,
     strategy: str = "full_shard",
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
 ) -> Wrapped:
     """Shard every block, then the rest, over `mesh`; gradients become sums over all ranks."""
     assert strategy in STRATEGIES, strategy
     assert mesh.ndim == (2 if strategy in ("hybrid_shard", "no_shard") else 1), (strategy, mesh)
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

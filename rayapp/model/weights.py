@@ -13,7 +13,6 @@ read. Some conversions need whole tensors; then every rank reads those.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -92,7 +91,6 @@ class LoadStats:
     """What this rank read."""
 
     bytes_read: int
-    seconds: float
     largest_tensor_bytes: int
     """Most bytes read for one conversion: the memory that a read needs beside the shards."""
     extra: tuple[str, ...]
@@ -113,7 +111,6 @@ def load_weights(
     Raises: ValueError if a parameter is missing on disk or of another shape, or a file is damaged.
     """
     assert source.storage is not None, f"{source.name} has no weights"
-    start_s = time.monotonic()
     stored = read_headers(source.storage)
     plan, extra = _plan(model.hf, stored, drawn)
     tables = _tables(model.hf) if new else set[str]()
@@ -134,7 +131,7 @@ def load_weights(
         largest = max(pool.map(load, plan), default=0)
     plain = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
     _check_ties(twice, plain, reader, source.name, new or {})
-    return LoadStats(reader.bytes_read, time.monotonic() - start_s, largest, tuple(extra))
+    return LoadStats(reader.bytes_read, largest, tuple(extra))
 
 
 def problems(source: ModelSource, from_scratch: bool) -> list[str]:

@@ -117,7 +117,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         if leaving:
             leaving.close()
     steps = last["step"] if last else first_step
-    status = status_of(engine, steps >= spec.order.num_steps or engine.left == ENOUGH)
+    complete = steps >= spec.order.num_steps or engine.left == ENOUGH
+    status = DONE if complete else MOVED if engine.left == RESTART else STOPPED
     summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
     summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
     stall_s = statistics.median(engine.stalls) if engine.stalls else None
@@ -225,13 +226,6 @@ def train(
     profiler.after(done, last=True)
     phases.end("train")
     return last
-
-
-def status_of(engine: Engine, complete: bool) -> str:
-    """Say how training ended: done, moved (the workers left to be started again) or stopped."""
-    if complete:
-        return DONE
-    return MOVED if engine.left == RESTART else STOPPED
 
 
 def schedule(
