@@ -410,7 +410,7 @@ def test_what_is_written(storage: Storage) -> None:
         },
     }
     found, skipped = latest(storage)
-    assert found == SavedCheckpoint("step-00000500", 500, whole, run) and skipped == []
+    assert found == SavedCheckpoint("step-00000500", 500, whole) and skipped == []
     assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load_checkpoint(storage, found.name, loaded)

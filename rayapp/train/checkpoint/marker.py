@@ -67,8 +67,6 @@ class SavedCheckpoint:
     """Folder under `checkpoints/`."""
     step: int
     state: State
-    run: str
-    """Id of the run that saved it."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +342,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
         state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
-    return SavedCheckpoint(name, marked.step, cast(State, state), marked.run)
+    return SavedCheckpoint(name, marked.step, cast(State, state))
 
 
 def name_of(step: int, attempt: int) -> str:
