@@ -30,6 +30,7 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.model.activations import checkpoint_activations
 from rayapp.model.init import local_part
+from rayapp.model.names import freeze as freeze_by_name
 from rayapp.train.block_passes import GroupedOnShapes, build_on_shapes
 from rayapp.train.loss import chunked_cross_entropy
 from rayapp.train.optimizer import make_optimizers
@@ -77,7 +78,7 @@ def trace(
         lm = build_on_shapes(config, loss, frozen)
         if lora is not None:
             model.add_adapters(lm, lora, range(new_tokens))
-        freeze(lm.hf, freeze)
+        freeze_by_name(lm.hf, freeze)
         checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
