@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rayapp.observe.run_folder import RUN_ID
+from rayapp.observe.run_folder import RUN_ID, parsed
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint import checkpoint_files as files
 from rayapp.train.checkpoint import marker, staging
@@ -824,7 +824,7 @@ def test_a_file_of_several_blocks(
     digest = Digest()
     for start in range(0, size, 29):  # written in parts that know nothing of blocks
         digest.update(data[start : start + 29])
-    file = SavedFile.from_dict(json.loads(json.dumps(dataclasses.asdict(digest.file()))))
+    file = parsed(json.dumps(dataclasses.asdict(digest.file())).encode(), SavedFile)
     assert file.size == size and len(file.sha256) == -(-size // 64)
     storage.write("f", data)
     reader = open_checked(storage, "f", file)

@@ -43,12 +43,7 @@ def commit(
     digest = marker.Digest()
     digest.update(state)
     saved = {**files, marker.STATE: digest.file()}
-    content = {
-        "run": marker.claim_run_id(run),
-        "name": name,
-        "step": step,
-        "files": {file: asdict(values) for file, values in saved.items()},
-    }
+    content = asdict(marker.Marker(marker.claim_run_id(run), name, step, saved))
     (run / CHECKPOINTS).write(f"{name}/{marker.MARKER}", json.dumps(content, indent=1).encode())
 
 

@@ -8,14 +8,13 @@ import json
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from typing_extensions import TypedDict
 
 from rayapp.observe.records import LoopState
-from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
+from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID, Count, parsed
 from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
 
@@ -73,18 +72,14 @@ class SavedCheckpoint:
 class SavedFile:
     """The size and checksums of a file, as the marker lists them."""
 
-    size: int
+    size: Count
     """Bytes."""
     sha256: tuple[str, ...]
     """One for each block of BLOCK_BYTES; an empty file has one, of no bytes."""
 
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> SavedFile:
-        """Read one from the marker's JSON; raises ValueError, KeyError or TypeError."""
-        file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
-        if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
-            raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
-        return file
+    def is_whole(self) -> bool:
+        """Return whether each block has its checksum."""
+        return len(self.sha256) == max(1, -(-self.size // BLOCK_BYTES))
 
 
 class Digest:
@@ -266,10 +261,12 @@ def refuse(storage: Storage, name: str, why: str) -> None:
 class Marker:
     """The content of a checkpoint's marker."""
 
-    step: int
-    files: dict[str, SavedFile]
     run: str
     """Id of the run that saved it."""
+    name: str
+    """Folder under `checkpoints/`."""
+    step: Count
+    files: dict[str, SavedFile]
 
 
 def read_marker(folder: Storage, name: str) -> Marker:
@@ -285,27 +282,14 @@ def read_marker(folder: Storage, name: str) -> Marker:
             why = folder.read(REFUSED).decode(errors="replace")
         raise CheckpointError(why) from None
     try:
-        marker = json.loads(text)
-        step, run = _whole_number(marker["step"]), marker["run"]
-        files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
-        whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
-        whole = whole and {STATE, METADATA} <= files.keys()
-        whole = whole and isinstance(run, str)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        marker: Marker = parsed(text, Marker)
+    except ValueError as error:
+        raise Damaged(f"{MARKER} is damaged") from error
+    whole = marker.name == name and marker.step == (order_of(name) or (None,))[0]
+    whole = whole and {STATE, METADATA} <= marker.files.keys()
+    if not whole or not all(file.is_whole() for file in marker.files.values()):
         raise Damaged(f"{MARKER} is damaged")
-    return Marker(step, files, run)
-
-
-def _whole_number(value: Any) -> int:
-    """Return the value if it is an int of at least 0, else raise ValueError.
-
-    JSON may also hold floats, Infinity and NaN.
-    """
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value} is no whole number")
-    return value
+    return marker
 
 
 def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
