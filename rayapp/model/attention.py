@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -280,8 +281,6 @@ def _flash(
     """Attend on a GPU, causally within each document: [T, heads, D] -> [T, heads, D]."""
     if sinks is not None:
         return FlashWithSinks.apply(query, key, value, sinks, bounds, longest, window, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
     result = varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,

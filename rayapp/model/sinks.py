@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn  # it registers the operators, too
 
 
 def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +41,6 @@ def grouped_queries() -> dict[str, Any]:
 
     The kernel of torch 2.11 takes them as it is, and has no such argument.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -65,8 +64,6 @@ class FlashWithSinks(torch.autograd.Function):
         window: int,
         scale: float,
     ) -> Tensor:
-        import torch.nn.attention.varlen  # registers the operators
-
         ctx.options = (longest, longest, False)
         ctx.scale, ctx.window = scale, [window, 0]
         out, log_sum, state = torch.ops.torch_attn._varlen_attn(

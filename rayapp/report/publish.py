@@ -23,7 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub as hub
 import yaml
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from rayapp.config import ConfigError
 from rayapp.model.files import INDEX
@@ -70,9 +73,6 @@ def publish(
         ConfigError: it is not possible as asked; nothing was sent.
         PublishError: the hub does not answer, or refuses.
     """
-    import huggingface_hub as hub
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
     if not re.fullmatch(HUB_ID, target):
         raise ConfigError([f"TARGET={target} is not valid: it is no hub id. Give org/name"])
     if hub.get_token() is None:
@@ -137,8 +137,6 @@ def _base(
 
     Raises: ConfigError: the base is not on the hub, or is another model there.
     """
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
     base: dict[str, Any] = dict(run.plan.get("base", {}))
     name, adapter = _name(run), (source / ADAPTER).exists()
     random = base.get("random") or "/" not in name
@@ -246,8 +244,6 @@ def _claimed(api: Any, target: str, own: str, public: bool) -> dict[str, tuple[s
 
     Raises: ConfigError: it has content from elsewhere, or everybody sees it.
     """
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     try:
         info = api.model_info(target)
     except RepositoryNotFoundError:

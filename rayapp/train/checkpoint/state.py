@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -72,8 +73,6 @@ def state_tensors(trainer: Trainer) -> Tensors:
 
 def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) -> marker.State:
     """Return the content of a checkpoint's state.json; `loop` is what `Engine.state` returns."""
-    import transformers
-
     return {
         "step": step,
         **trainer.amounts(step),
