@@ -32,8 +32,8 @@ from rayapp.data.token_rows import StepRows
 from rayapp.finetune.model_parts import OutputHead, make_parts, technique_problems
 from rayapp.finetune.prepared_run import count_parameters
 from rayapp.finetune.trainer import held_out_losses
-from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.kernels import measure_compile
+from rayapp.model.mixers import keeps_documents_apart
 from rayapp.storage import open_storage
 from rayapp.train import loop
 from rayapp.train.engine import Engine, inputs

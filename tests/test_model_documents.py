@@ -17,7 +17,7 @@ from rayapp.data.token_rows import StepRows
 from rayapp.finetune.trainer import LanguageTrainer
 from rayapp.model import LanguageModel, Unavailable, add_adapters, build, init_adapters
 from rayapp.model.attention import choose_attention
-from rayapp.model.documents import keeps_documents_apart
+from rayapp.model.mixers import keeps_documents_apart
 from rayapp.train.loss import chunked_cross_entropy
 
 CPU = torch.device("cpu")

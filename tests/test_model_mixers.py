@@ -20,8 +20,7 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 from rayapp.model import LanguageModel, build, scans
 from rayapp.model.activations import checkpoint_activations
 from rayapp.model.attention import choose_attention
-from rayapp.model.documents import keeps_documents_apart
-from rayapp.model.mixers import split_documents
+from rayapp.model.mixers import keeps_documents_apart, split_documents
 from rayapp.train.loss import chunked_cross_entropy
 
 BY_KIND = {each.kind: each for each in ARCHITECTURES}

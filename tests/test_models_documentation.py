@@ -20,8 +20,7 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.model import small_files
 from rayapp.model.attention import choose_attention
-from rayapp.model.documents import keeps_documents_apart
-from rayapp.model.mixers import split_documents
+from rayapp.model.mixers import keeps_documents_apart, split_documents
 from rayapp.model.small_files import write_small_files
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy

@@ -35,9 +35,8 @@ from rayapp.finetune.model_parts import (
 from rayapp.finetune.references import References
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, continued
 from rayapp.finetune.scoring import compared, score_tasks
-from rayapp.model.documents import keeps_documents_apart
 from rayapp.model.experts import why_not_grouped
-from rayapp.model.mixers import split_documents
+from rayapp.model.mixers import keeps_documents_apart, split_documents
 from rayapp.model.scans import missing_kernels
 from rayapp.model.sharding import find_blocks, sum_over_replicas
 from rayapp.model.source import processor_files
