@@ -22,15 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-)
 
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import SINGLE, layout
@@ -53,7 +46,7 @@ class WrongExport(RuntimeError):
 class Group:
     """Parameters that are converted and written together, and the tensors on disk they become."""
 
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     members: list[tuple[str, str]] = field(default_factory=list)
     """(parameter, source pattern of the converter)"""
     tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
@@ -75,18 +68,18 @@ class Reverse:
     def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
         forward = get_model_conversion_mapping(hf, add_legacy=False)
-        kept = [t for t in forward if not isinstance(t, PrefixChange)]
+        kept = [t for t in forward if not isinstance(t, loading.PrefixChange)]
         reverse = [t.reverse_transform() for t in reversed(kept)]
-        self.renamings = [t for t in reverse if isinstance(t, WeightRenaming)]
-        self.converters = [t for t in reverse if isinstance(t, WeightConverter)]
+        self.renamings = [t for t in reverse if isinstance(t, loading.WeightRenaming)]
+        self.converters = [t for t in reverse if isinstance(t, loading.WeightConverter)]
 
     def groups(self, dtype: torch.dtype) -> list[Group]:
         """Group the state dict (tied tensors once); find names and shapes on meta tensors."""
         by_pattern = {p: c for c in self.converters for p in c.source_patterns}
         state = _untied(self.hf)
         groups: dict[str, Group] = {}
-        for name in sorted(state, key=dot_natural_key):
-            renamed, pattern = apply_converters(name, self.converters)
+        for name in sorted(state, key=loading.dot_natural_key):
+            renamed, pattern = loading.apply_converters(name, self.converters)
             key = name if pattern is None else renamed
             group = groups.setdefault(key, Group(by_pattern[pattern] if pattern else None))
             group.members.append((name, pattern or name))
@@ -103,14 +96,14 @@ class Reverse:
         """Convert the parameters of a group to tensors, by their names on disk."""
         first, _ = group.members[0]
         if group.converter is None:
-            return {apply_renamings(first, self.renamings): values[first]}
+            return {loading.apply_renamings(first, self.renamings): values[first]}
         converter = deepcopy(group.converter)
-        renamed, _ = apply_converters(first, [converter])
+        renamed, _ = loading.apply_converters(first, [converter])
         for name, pattern in group.members:
             converter.add_tensor(renamed, name, pattern, cast(Any, values[name]))  # or a Future
         made = converter.convert(renamed, model=self.hf, config=self.hf.config)
         return {
-            apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
+            loading.apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
             for name, t in made.items()
         }
 

@@ -22,15 +22,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from rayapp.model.build import State, Wrapper, base_state, build, no_loss
 from rayapp.model.files import ShardReader, Stored, read_headers
@@ -52,7 +45,7 @@ class Conversion:
     names on disk, in the order that the converter expects.
     """
 
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     sources: dict[str, list[str]] = field(default_factory=dict)
     targets: dict[str, torch.Size] = field(default_factory=dict)
 
@@ -74,9 +67,9 @@ class Conversion:
             return False
         merge, *rest = self.converter.operations
         return (
-            isinstance(merge, MergeModulelist)
+            isinstance(merge, loading.MergeModulelist)
             and merge.dim == 0
-            and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+            and all(isinstance(op, loading.Concatenate) and op.dim == 1 for op in rest)
         )
 
 
@@ -223,17 +216,17 @@ def _plan(
     It follows transformers' convert_and_load_state_dict_in_model (5.23), but reads no data.
     """
     transforms = get_model_conversion_mapping(hf)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     wanted = base_state(hf)
     prefix = hf.base_model_prefix
     plan: dict[str, Conversion] = {}
     extra = []
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+    for key in sorted(stored, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # the name on disk is already the parameter's
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+            name, pattern = loading.rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted or name in drawn:
             extra.append(key)
             continue
