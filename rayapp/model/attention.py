@@ -18,17 +18,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rayapp.model.by_document import by_document, with_dropout
 from rayapp.model.sinks import FlashWithSinks, grouped_queries
@@ -144,7 +138,7 @@ def _supports(config: PretrainedConfig, what: str) -> bool:
 
 def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
     """Return `_{name}` of the model's class; `unknown` for classes that are not known."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return unknown if known is None else getattr(known, f"_{name}", None)
 
 
@@ -186,9 +180,9 @@ def _hands_on_windows(config: PretrainedConfig) -> bool:
         return value.new_empty(rows, length, heads, value.shape[-1]), None
 
     AttentionInterface.register(PROBE, attend)
-    AttentionMaskInterface.register(PROBE, mask)
+    transformers.AttentionMaskInterface.register(PROBE, mask)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config),
             dtype=torch.bfloat16,  # experts' kernels take no other
             attn_implementation=PROBE,
