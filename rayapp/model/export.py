@@ -134,7 +134,9 @@ def export(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reverse = Reverse(model.hf)
     files = _split(reverse.groups(dtype), max_file_bytes)
-    names = _file_names(len(files))
+    count = len(files)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE]
     state, changes = _untied(model.hf), updates((trained or model).hf)
     if trained is not None:
         held = base_state(trained.hf)
@@ -183,12 +185,6 @@ def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:
         files[-1].append(group)
         size += num_bytes
     return files
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _gather_in_turns(

@@ -370,7 +370,6 @@ def _num_bytes(tensors: Mapping[str, list[Tensor]]) -> int:
 
 
 def _split_ties(hf: PreTrainedModel, plan: list[Conversion]) -> tuple[list[Conversion], list[Tie]]:
-    """Split the plan into conversions to load and duplicate ties."""
     by_target = {target: conversion for conversion in plan for target in conversion.targets}
     twice: list[Tie] = []
     for names in _tied_names(hf):
