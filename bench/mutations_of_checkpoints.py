@@ -103,14 +103,14 @@ CHECKPOINTS = (
     Mutation(
         "folder-taken-twice",
         COMMIT,
-        'if folder.create(f"{name}/{STATE}", state):',
-        'if folder.write(f"{name}/{STATE}", state) is None:',
+        'if folder.create(f"{name}/{marker.STATE}", state):',
+        'if folder.write(f"{name}/{marker.STATE}", state) is None:',
         OF_CHECKPOINT,
     ),
     Mutation(
         "sweep-leaves-the-marker",
         COMMIT,
-        '        folder.delete(f"{name}/{MARKER}")\n',
+        '        folder.delete(f"{name}/{marker.MARKER}")\n',
         "",
         OF_CHECKPOINT,
     ),

@@ -65,7 +65,7 @@ REFERENCE = (
     Mutation(
         "n8-windows-in-masks-alone",
         "rayapp/model/attention.py",
-        "if not hands_on_windows(config):",
+        "if not _hands_on_windows(config):",
         "if False:",
         NAMED,
     ),

@@ -168,7 +168,7 @@ def test_auto_stays_eager_where_nothing_can_be_compiled(
     def without_a_compiler(lm: Any, batch: Any) -> Any:
         raise TorchDynamoException("No working C++ compiler found\nin a long traceback")
 
-    monkeypatch.setattr(model, "measure_compile", without_a_compiler)
+    monkeypatch.setattr(model_parts, "measure_compile", without_a_compiler)
     monkeypatch.setattr(model_parts, "step_rows", lambda *args: None)
     monkeypatch.setattr(model_parts, "inputs", lambda *args: {})
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)

@@ -32,6 +32,8 @@ from rayapp.data.token_rows import StepRows
 from rayapp.finetune.model_parts import OutputHead, make_parts, technique_problems
 from rayapp.finetune.prepared_run import count_parameters
 from rayapp.finetune.trainer import held_out_losses
+from rayapp.model.kernels import measure_compile
+from rayapp.model.mixers import keeps_documents_apart
 from rayapp.storage import open_storage
 from rayapp.train import loop
 from rayapp.train.engine import Engine, inputs
@@ -184,10 +186,10 @@ def train_cell(cell: Cell, root: str) -> list[float]:
         )
     engine = Engine(parts.lm, parts.optimizers, lambda step: LR, device, 1.0, dist.group.WORLD)
     everything, losses = batches(), []
-    assert model.keeps_documents_apart(parts.lm, device)  # and leaves no trace in the losses
+    assert keeps_documents_apart(parts.lm, device)  # and leaves no trace in the losses
     if ("train.compile", "true") in cell.more:  # it must leave no trace in the losses
         first = {name: array[None] for name, array in everything[rank].items()}
-        model.measure_compile(parts.lm, inputs(rows_of(0, first), 0, device))
+        measure_compile(parts.lm, inputs(rows_of(0, first), 0, device))
     for step in range(cell.steps):
         mine = everything[step * MICRO_BATCHES : (step + 1) * MICRO_BATCHES][rank::world]
         arrays = {name: np.stack([m[name] for m in mine]) for name in mine[0]}

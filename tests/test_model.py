@@ -35,34 +35,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rayapp.config import Lora
 from rayapp.model import (
-    CompileGain,
     LanguageModel,
     Unavailable,
     add_adapters,
     build,
-    checkpoint_activations,
-    choose_attention,
-    compile_blocks,
     device_mesh,
     export,
     export_adapters,
-    hold_in_4_bits,
     init_adapters,
     init_weights,
     load_adapters,
     load_weights,
-    measure_compile,
     merge_adapters,
     num_parameters,
     problems,
     resolve,
     shard,
-    use_float8,
 )
-from rayapp.model.activations import ATTENTION
-from rayapp.model.attention import varlen_attention
+from rayapp.model.activations import ATTENTION, checkpoint_activations
+from rayapp.model.attention import choose_attention, varlen_attention
 from rayapp.model.files import read_headers
 from rayapp.model.init import fill
+from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
+from rayapp.model.lora_layers import hold_in_4_bits
 from rayapp.model.sharding import find_blocks
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy

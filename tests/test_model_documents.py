@@ -15,15 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayapp.config import Lora, from_dict
 from rayapp.data.token_rows import StepRows
 from rayapp.finetune.trainer import LanguageTrainer
-from rayapp.model import (
-    LanguageModel,
-    Unavailable,
-    add_adapters,
-    build,
-    choose_attention,
-    init_adapters,
-    keeps_documents_apart,
-)
+from rayapp.model import LanguageModel, Unavailable, add_adapters, build, init_adapters
+from rayapp.model.attention import choose_attention
+from rayapp.model.mixers import keeps_documents_apart
 from rayapp.train.loss import chunked_cross_entropy
 
 CPU = torch.device("cpu")

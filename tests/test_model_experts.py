@@ -23,6 +23,8 @@ from rayapp import model
 from rayapp.config import ConfigError, Lora, from_dict
 from rayapp.config.lora import BY_EXPERT, opened_by
 from rayapp.model import adapter_files
+from rayapp.model.activations import checkpoint_activations
+from rayapp.model.experts import why_not_grouped
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
 
@@ -69,18 +71,18 @@ def test_experts_are_computed_by_grouped_products(adapted: bool) -> None:
     lora = Lora(rank=4, target_parameters=BOTH) if adapted else None
     lm = built(CONFIGS["Qwen3Moe"](), lora)
     model.init_weights(lm, 0, CPU)
-    assert model.why_not_grouped(lm.hf, torch.float32, CPU) is None
+    assert why_not_grouped(lm.hf, torch.float32, CPU) is None
     with Called() as called:
         lm(tokens(), tokens())
     assert "aten::_grouped_mm" in called.names
     assert "transformers::grouped_mm_fallback" not in called.names
-    compiled = model.why_not_grouped(lm.hf, torch.float32, CPU, compiled=True)
+    compiled = why_not_grouped(lm.hf, torch.float32, CPU, compiled=True)
     assert compiled == "compiled blocks have grouped products in bf16 alone"
     alone = built(JetMoeConfig(num_hidden_layers=1, hidden_size=16, intermediate_size=16))
-    why = model.why_not_grouped(alone.hf, torch.float32, CPU)
+    why = why_not_grouped(alone.hf, torch.float32, CPU)
     assert why == "in transformers' jetmoe each expert is computed alone"
     dense = built(CONFIGS["Qwen3"]())
-    assert model.why_not_grouped(dense.hf, torch.float32, CPU) is None
+    assert why_not_grouped(dense.hf, torch.float32, CPU) is None
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Mixtral"])
@@ -247,7 +249,7 @@ def test_targets_that_no_expert_has_are_refused() -> None:
 def test_tokens_are_counted_once_by_expert_without_padding(checkpointing: str) -> None:
     lm = built(CONFIGS["Qwen3Moe"]()).train()
     model.init_weights(lm, 0, CPU)
-    model.checkpoint_activations(lm, checkpointing)
+    checkpoint_activations(lm, checkpointing)
     chosen: list[Tensor] = []
     for layer in lm.hf.model.layers:
         layer.mlp.gate.register_forward_hook(lambda m, args, out: chosen.append(out[-1]))

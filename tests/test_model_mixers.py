@@ -17,15 +17,10 @@ from support.architectures import ARCHITECTURES
 from test_model_documents import CPU, model_of
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
-from rayapp.model import (
-    LanguageModel,
-    build,
-    checkpoint_activations,
-    choose_attention,
-    keeps_documents_apart,
-    scans,
-    split_documents,
-)
+from rayapp.model import LanguageModel, build, scans
+from rayapp.model.activations import checkpoint_activations
+from rayapp.model.attention import choose_attention
+from rayapp.model.mixers import keeps_documents_apart, split_documents
 from rayapp.train.loss import chunked_cross_entropy
 
 BY_KIND = {each.kind: each for each in ARCHITECTURES}

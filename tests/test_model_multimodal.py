@@ -26,6 +26,7 @@ from rayapp import model
 from rayapp.__main__ import main
 from rayapp.config import Lora, load
 from rayapp.model.build import beside_text
+from rayapp.model.lora_layers import linear_names
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.memory import Layout
 from rayapp.train.planning import plan
@@ -93,7 +94,7 @@ def test_blocks_and_adapters_are_those_of_the_text_decoder() -> None:
     ]
     trained = {name for name, p in lm.named_parameters() if p.requires_grad}
     assert trained and all("language_model" in name for name in trained)
-    names = model.linear_names(lm.hf)
+    names = linear_names(lm.hf)
     assert "q_proj" in names and "fc1" not in names
     model.add_adapters(lm, Lora(rank=4))
     adapted = {name for name, p in lm.named_parameters() if p.requires_grad}

@@ -8,8 +8,8 @@ import pytest
 from transformers import LlamaConfig
 
 from rayapp.config import Config, ConfigError, Lora, from_dict
-from rayapp.model import add_adapters, build, described, freeze, lr_factors, no_loss
-from rayapp.model.names import names
+from rayapp.model import add_adapters, build, no_loss
+from rayapp.model.names import described, freeze, lr_factors, names
 from rayapp.train.optimizer import make_optimizers, set_lr
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16}

@@ -27,7 +27,8 @@ from transformers import (
 from rayapp.config import Config, ConfigError, load
 from rayapp.finetune.check import check
 from rayapp.generation import generate
-from rayapp.model import build, no_loss, rows_problem
+from rayapp.model import build, no_loss
+from rayapp.model.new_tokens import rows_problem
 from rayapp.train.planning import plan
 
 NEW = ["<|im_start|>", "<|im_end|>"]

@@ -19,6 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rayapp import model
 from rayapp.config import Lora
 from rayapp.model import small_files
+from rayapp.model.attention import choose_attention
+from rayapp.model.mixers import keeps_documents_apart, split_documents
 from rayapp.model.small_files import write_small_files
 from rayapp.storage import open_storage
 from rayapp.train.loss import chunked_cross_entropy
@@ -30,7 +32,7 @@ CLOSE = 1e-4
 
 def built(architecture: Architecture, lora: Lora | None = None) -> model.LanguageModel:
     config = architecture.config()
-    attention = model.choose_attention("auto", config, "cpu", torch.float32)
+    attention = choose_attention("auto", config, "cpu", torch.float32)
     loss = partial(chunked_cross_entropy, chunk=64)
     lm = model.build(config, loss=loss, attention=attention)
     if lora is not None:
@@ -50,9 +52,9 @@ def noisy(lm: model.LanguageModel, names: str) -> None:
 def packs(lm: model.LanguageModel) -> str:
     """Return how documents are kept apart; the loss of packed rows must be that of each alone."""
     how = "itself"
-    if not model.keeps_documents_apart(lm, CPU):
-        how = "by row" if model.split_documents(lm) else "no"
-    apart = how != "no" and model.keeps_documents_apart(lm, CPU)
+    if not keeps_documents_apart(lm, CPU):
+        how = "by row" if split_documents(lm) else "no"
+    apart = how != "no" and keeps_documents_apart(lm, CPU)
     packed, alone = float(packed_loss(lm.eval())), float(loss_of_each(lm))
     return how if apart and abs(packed - alone) < CLOSE * alone else "no"
 

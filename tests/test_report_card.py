@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rayapp import model
 from rayapp.data import tokens
+from rayapp.model.source import published
 from rayapp.report import write_card
 from rayapp.storage import open_storage
 
@@ -144,4 +145,4 @@ def test_the_licence_is_that_of_the_bases_folder(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert model.published(model.resolve(str(tmp_path))) == expected
+    assert published(model.resolve(str(tmp_path))) == expected

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from rayapp.observe.run_folder import RUN_ID
+from rayapp.observe.run_folder import RUN_ID, parsed
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train.checkpoint import checkpoint_files as files
 from rayapp.train.checkpoint import marker, staging
@@ -410,7 +410,7 @@ def test_what_is_written(storage: Storage) -> None:
         },
     }
     found, skipped = latest(storage)
-    assert found == SavedCheckpoint("step-00000500", 500, whole, run) and skipped == []
+    assert found == SavedCheckpoint("step-00000500", 500, whole) and skipped == []
     assert saved_shapes(storage, found.name) == {"a.x": (6,), "a.text": None, "n": None}
     loaded = {"a": {"x": torch.zeros(6), "text": ""}, "n": 0}
     load_checkpoint(storage, found.name, loaded)
@@ -824,7 +824,7 @@ def test_a_file_of_several_blocks(
     digest = Digest()
     for start in range(0, size, 29):  # written in parts that know nothing of blocks
         digest.update(data[start : start + 29])
-    file = SavedFile.from_dict(json.loads(json.dumps(digest.file().to_dict())))
+    file = parsed(json.dumps(dataclasses.asdict(digest.file())).encode(), SavedFile)
     assert file.size == size and len(file.sha256) == -(-size // 64)
     storage.write("f", data)
     reader = open_checked(storage, "f", file)

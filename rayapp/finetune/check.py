@@ -28,6 +28,7 @@ from rayapp.finetune import auto
 from rayapp.finetune.code_check import as_begun, code_digests, code_problems, columns_of_loss
 from rayapp.finetune.model_parts import model_shape, technique_problems
 from rayapp.finetune.start import shape_problem, with_adapter, with_new_tokens, with_origin
+from rayapp.model.gguf import in_folder, needs_folder
 from rayapp.observe.run_folder import PREPARED
 from rayapp.planner.trained import is_made, length_problem, tokenizer_of, tokens_of, vocabulary_of
 from rayapp.presets import OWN
@@ -269,11 +270,11 @@ def _model(
     """Return the config with the settings of the model's adapter, the model and its tokenizer."""
     path, scratch = config.model.path, config.model.from_scratch
     try:
-        if model.needs_folder(path, scratch):
+        if needs_folder(path, scratch):
             if problems:  # it takes long, and may need what is wrong
                 return config, None, None
             root = open_storage(config.run.storage) / PREPARED
-            path = model.in_folder(path, root, scratch)
+            path = in_folder(path, root, scratch)
             config = config.with_fields("model", path=path)
         base = model.resolve(path)
         scratch = scratch or (base.preset and path == OWN)

@@ -21,6 +21,12 @@ from rayapp.config.code import load_code
 from rayapp.config.fields import LABEL
 from rayapp.data import tokens
 from rayapp.data.token_rows import step_rows
+from rayapp.model.activations import checkpoint_activations, offload_activations
+from rayapp.model.attention import attention_problem, choose_attention
+from rayapp.model.build import Loss
+from rayapp.model.kernels import CompileGain, compile_blocks, measure_compile, use_float8
+from rayapp.model.lora_layers import hold_in_4_bits, takes_4_bits, unknown_targets, without_adapters
+from rayapp.model.names import described, freeze, lr_factors
 from rayapp.planner.trained import vocabulary_of
 from rayapp.train.engine import inputs
 from rayapp.train.loss import chunked_cross_entropy, liger_cross_entropy
@@ -54,9 +60,7 @@ class OutputHead:
         train = config.train
         self.whole = False
         plain = partial(chunked_cross_entropy, chunk=train.loss_chunk, compiled=bool(train.compile))
-        self.loss: model.Loss = partial(
-            plain, z_loss=train.z_loss, label_smoothing=train.label_smoothing
-        )
+        self.loss: Loss = partial(plain, z_loss=train.z_loss, label_smoothing=train.label_smoothing)
         if train.loss_kernel == "liger":
             self.loss = liger_cross_entropy
         self.cross_entropy, self.columns = self.loss, tuple[str, ...]()
@@ -137,12 +141,12 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         shape,
         loss=head,
         dtype=torch.float32 if lora is None else compute,  # frozen weights need no fp32 master copy
-        attention=model.choose_attention(config.model.attention, shape, device.type, compute),
+        attention=choose_attention(config.model.attention, shape, device.type, compute),
         router_weight=config.train.router_loss,
     )
     lm.shows_objective = config.train.loss is not None
     if config.reference(source.adapter) == "adapters off":
-        lm.as_reference = partial(model.without_adapters, lm.hf)
+        lm.as_reference = partial(without_adapters, lm.hf)
     # The order matters: adapters wrap linear layers, and float8 then replaces those that compute.
     # Activation checkpointing comes before sharding, which changes the class of a block to FSDP's;
     # compile and offload apply to the forward of that class.
@@ -150,11 +154,11 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         rows = tokenizer.convert_tokens_to_ids(list(config.model.new_tokens))
         model.add_adapters(lm, lora, rows)
         if lora.quantize == "nf4":
-            model.hold_in_4_bits(lm, compute)
-    model.freeze(lm.hf, config.train.freeze)
+            hold_in_4_bits(lm, compute)
+    freeze(lm.hf, config.train.freeze)
     if config.train.precision == "fp8":
-        model.use_float8(lm, device)
-    model.checkpoint_activations(lm, parallel.activation_checkpointing)
+        use_float8(lm, device)
+    checkpoint_activations(lm, parallel.activation_checkpointing)
     model.shard(
         lm,
         _mesh(config, device),
@@ -163,9 +167,9 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         cpu_offload=parallel.cpu_offload,
     )
     if config.train.compile:
-        model.compile_blocks(lm)
+        compile_blocks(lm)
     if parallel.activation_offload:
-        model.offload_activations(lm)
+        offload_activations(lm)
     if source.preset or config.model.from_scratch:
         model.init_weights(lm, config.run.seed, device)
     else:
@@ -181,7 +185,7 @@ def make_parts(spec: LanguageSpec, device: torch.device) -> Parts:
         lr=config.train.lr,
         weight_decay=config.train.weight_decay,
         betas=config.train.betas,
-        factors=model.lr_factors(lm.hf, config.train.lr_by_name),
+        factors=lr_factors(lm.hf, config.train.lr_by_name),
     )
     return Parts(lm.train(), optimizers, source, tokenizer, head)
 
@@ -225,9 +229,7 @@ def compute_dtype(config: Config) -> torch.dtype:
     return torch.float32 if config.train.precision == "fp32" else torch.bfloat16
 
 
-def compile_gain(
-    spec: LanguageSpec, parts: Parts, device: torch.device
-) -> model.CompileGain | None:
+def compile_gain(spec: LanguageSpec, parts: Parts, device: torch.device) -> CompileGain | None:
     """Measure what compiling a block gains on this rank's first rows; rank 0 prints it.
 
     Returns None if train.compile is off, there are no steps, or `auto` has chosen to compile and
@@ -238,7 +240,7 @@ def compile_gain(
     rank = dist.get_rank()
     rows = step_rows(spec.data.rows("train"), spec.order, 0, rank, dist.get_world_size())
     try:
-        gain = model.measure_compile(parts.lm, inputs(rows, 0, device))
+        gain = measure_compile(parts.lm, inputs(rows, 0, device))
     except TorchDynamoException as error:
         if "compile" not in spec.auto:
             raise
@@ -261,7 +263,7 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
     if device_type != "cuda":
         kernel = config.model.attention
         dtype = compute_dtype(config)
-        if problem := model.attention_problem(kernel, source.config, device_type, dtype):
+        if problem := attention_problem(kernel, source.config, device_type, dtype):
             problems.append(f"model.attention={kernel} is not available: {problem}")
         why = "is not available: the workers have no GPU. Set"
         if config.train.precision == "fp8":
@@ -292,9 +294,9 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         return problems
     lm = model.build(overridden(source, config), loss=model.no_loss, attention="eager")
     if lora is not None:
-        problem = model.unknown_targets(lora, lm.hf)
+        problem = unknown_targets(lora, lm.hf)
         problems += [problem] if problem else []
-        if in_4_bits and not model.takes_4_bits(lm.hf):
+        if in_4_bits and not takes_4_bits(lm.hf):
             problems.append(
                 f"model.lora.quantize=nf4 is not available: no layer of {lm.hf.config.model_type} "
                 "is an nn.Linear of a width that 64 divides. Set model.lora.quantize=none"
@@ -302,7 +304,7 @@ def technique_problems(config: Config, source: model.ModelSource, device_type: s
         if problem:
             return problems
         model.add_adapters(lm, lora)
-    return problems + model.described(config, lm.hf)[1]
+    return problems + described(config, lm.hf)[1]
 
 
 def model_shape(source: model.ModelSource, config: Config, size: int | None) -> Any:

@@ -26,6 +26,8 @@ from rayapp.finetune import auto, plan_lines, preview, source_rows
 from rayapp.finetune.check import CheckedLanguageRun, Input, check, settle
 from rayapp.finetune.ends import described, ends_of_data, generation_config, names_of
 from rayapp.finetune.model_parts import model_shape
+from rayapp.model import names
+from rayapp.model.source import published
 from rayapp.observe import metrics
 from rayapp.observe.activity import Phases
 from rayapp.observe.records import Base, Plan
@@ -266,7 +268,7 @@ def count_parameters(shape: Any, config: Config) -> tuple[int, int, list[str]]:
     whole = model.num_parameters(lm)
     if config.model.lora is not None:
         model.add_adapters(lm, config.model.lora, range(len(config.model.new_tokens)))
-    by_name, _ = model.described(config, lm.hf)
+    by_name, _ = names.described(config, lm.hf)
     return whole, sum(p.numel() for p in lm.parameters() if p.requires_grad), by_name
 
 
@@ -275,7 +277,7 @@ def base_of(ready: CheckedLanguageRun) -> Base:
     source = ready.model
     random = source.preset or ready.config.model.from_scratch
     base: Base = {"name": source.base, "random": random}
-    return base if random else {**base, **model.published(source)}
+    return base if random else {**base, **published(source)}
 
 
 def plan_of(

@@ -32,7 +32,8 @@ from rayapp.data.token_rows import (
     sequential_batches,
     with_checksums,
 )
-from rayapp.model import LanguageModel, whole_of
+from rayapp.model import LanguageModel
+from rayapp.model.init import whole_of
 from rayapp.order import EMPTY
 from rayapp.storage import Storage, StorageError, open_storage
 from rayapp.train import loop

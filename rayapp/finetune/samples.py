@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, LogitsProcessor
 
-from rayapp import model
 from rayapp.finetune.model_parts import Parts
+from rayapp.model.attention import cached_attention
+from rayapp.model.sharding import held
 from rayapp.train.loop import Interrupted
 from rayapp.train.step_sync import CONTINUE
 
@@ -58,8 +59,8 @@ def generated(
     try:
         with (
             torch.compiler.set_stance("force_eager"),  # no compilation for rows of this length
-            model.cached_attention(lm.hf),
-            model.held(lm, dealt),
+            cached_attention(lm.hf),
+            held(lm, dealt),
         ):
             _run_token(parts, device)  # what it gathers is held from then on
             for first in range(0, len(groups), world if dealt else 1):

@@ -15,12 +15,14 @@ from rayapp.config.text import shown
 from rayapp.data import tokens
 from rayapp.finetune.model_parts import model_shape
 from rayapp.model.adapter import Adapter
+from rayapp.model.lora_layers import linear_names
+from rayapp.model.new_tokens import rows_problem
 from rayapp.model.source import TOKENIZER_FILE
+from rayapp.model.weights import misfits_of
 from rayapp.observe.run_folder import MODEL, PLAN
 from rayapp.observe.status import read_plan, read_sections
 from rayapp.storage import Storage, StorageError, open_storage
-from rayapp.train.checkpoint.marker import CheckpointError, steps_done
-from rayapp.train.checkpoint.origin import find
+from rayapp.train.checkpoint.marker import CheckpointError, find, steps_done
 from rayapp.train.checkpoint.state import saved_shapes
 
 MAX_NAMED = 3
@@ -123,9 +125,9 @@ def _rows_problems(config: Config, source: model.ModelSource, size: int) -> list
     hf = model.build(shape, loss=model.no_loss, attention="eager").hf
     problems = list[str]()
     if source.storage is not None and not config.model.from_scratch:
-        problems = model.misfits_of(hf, source, grown=True)
+        problems = misfits_of(hf, source, grown=True)
     lora = config.model.lora
-    if lora is not None and (why := model.rows_problem(hf, merge=lora.merge)):
+    if lora is not None and (why := rows_problem(hf, merge=lora.merge)):
         what = f"model.new_tokens={shown(list(config.model.new_tokens))}"
         problems.append(f"{what} is not available with model.lora: {why}")
     return problems
@@ -136,7 +138,7 @@ def _changes(lora: Lora, adapter: Adapter, source: model.ModelSource) -> list[st
     every = set()
     if not lora.targets:
         shape = model.build(source.config, loss=model.no_loss, attention="eager")
-        every = set(model.linear_names(shape.hf))
+        every = set(linear_names(shape.hf))
     own, found = adapter.lora, list[str]()
     asked = {"rank": lora.rank == own.rank, "alpha": lora.alpha == own.alpha}
     asked |= {"dora": lora.dora == own.dora, "rslora": lora.rslora == own.rslora}

@@ -31,7 +31,11 @@ from rayapp.finetune.model_parts import Parts, compile_gain, compute_dtype, exac
 from rayapp.finetune.references import References
 from rayapp.finetune.samples import AT_END, AT_EVALUATION, generated
 from rayapp.finetune.scoring import compared, leave_if_told, score_tasks
-from rayapp.model.sharding import find_blocks
+from rayapp.model.experts import why_not_grouped
+from rayapp.model.mixers import keeps_documents_apart, split_documents
+from rayapp.model.scans import missing_kernels
+from rayapp.model.sharding import find_blocks, sum_over_replicas
+from rayapp.model.source import processor_files
 from rayapp.observe.metrics import HeldOut, MetricsLine, Sample, line_of
 from rayapp.observe.records import FinalFigures, Gain
 from rayapp.observe.run_folder import ADAPTER, MODEL
@@ -88,20 +92,20 @@ class LanguageTrainer(Trainer):
         Raises: Unavailable if documents of a row would see one another.
         """
         lm, packed = self.parts.lm, self.spec.config.data.pack and self.spec.order.num_steps > 0
-        apart = not packed or model.keeps_documents_apart(lm, self.device)
+        apart = not packed or keeps_documents_apart(lm, self.device)
         for by_row in (True, False):
-            if not apart and model.split_documents(lm, by_row):
-                apart = model.keeps_documents_apart(lm, self.device)
+            if not apart and split_documents(lm, by_row):
+                apart = keeps_documents_apart(lm, self.device)
         if not apart:
             raise model.Unavailable(
                 f"data.pack=true is not available: in transformers' {lm.hf.config.model_type}, the "
                 "documents of a row see one another. Set data.pack=false"
             )
         compute, compiled = compute_dtype(self.spec.config), bool(self.spec.config.train.compile)
-        slow = model.why_not_grouped(lm.hf, compute, self.device, compiled)
+        slow = why_not_grouped(lm.hf, compute, self.device, compiled)
         if slow and dist.get_rank() == 0:
             print(f"experts: no grouped products, and so slower: {slow}", flush=True)
-        lacked = model.missing_kernels(lm.hf)
+        lacked = missing_kernels(lm.hf)
         if lacked and self.device.type == "cuda" and dist.get_rank() == 0:
             print(f"mixers: no kernels, and so slower: install {' and '.join(lacked)}", flush=True)
         gain = compile_gain(self.spec, self.parts, self.device)
@@ -122,7 +126,7 @@ class LanguageTrainer(Trainer):
             may_wait=lambda batch: spec.order.more and batch.ends_block,
             record=partial(token_record, mfu, names, spec.data.pairs),
             own_loss=config.train.loss,
-            last_of_step=partial(model.sum_over_replicas, self.parts.lm),
+            last_of_step=partial(sum_over_replicas, self.parts.lm),
             blocks=find_blocks(self.parts.lm.hf),
             unit=PAIRS if spec.data.pairs else TOKENS,
         )
@@ -390,6 +394,6 @@ def export_model(
             storage / MODEL,
             tokenizer=parts.tokenizer,
             generation_config=generation,
-            processor=model.processor_files(parts.source),
+            processor=processor_files(parts.source),
             trained=None if base is None else parts.lm,
         )

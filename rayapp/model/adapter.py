@@ -19,20 +19,12 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rayapp.config import Lora
+from rayapp.model import lora_layers
 from rayapp.model.adapter_files import StackReader, expert_parts, peft_name, stacked_shapes
 from rayapp.model.build import LanguageModel, base_state, build, no_loss
 from rayapp.model.experts import parameter_names
 from rayapp.model.files import ShardReader, Stored, read_header
 from rayapp.model.init import fill, whole_of
-from rayapp.model.lora_layers import (
-    ADAPTER,
-    MAGNITUDE,
-    LoraUpdate,
-    add_adapters,
-    linear_names,
-    trained,
-    updates,
-)
 from rayapp.model.new_tokens import ROWS, RowsUpdate
 from rayapp.storage import Readable, read_json
 
@@ -139,7 +131,7 @@ def _lasts(base: str) -> bool:
 def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
     """Return what prevents using an adapter on a base of this configuration; reads headers only."""
     model = build(config, loss=no_loss, attention="eager")
-    names = linear_names(model.hf)
+    names = lora_layers.linear_names(model.hf)
     every = {name.rpartition(".")[2] for name, _ in model.hf.named_modules()}
     others = set(adapter.lora.targets) - set(names)
     if beside := sorted(others & every):
@@ -157,13 +149,13 @@ def adapter_problems(adapter: Adapter, config: PretrainedConfig) -> list[str]:
             f"have no {' and no '.join(missing)}. Correct base_model_name_or_path in {SETTINGS}, "
             "or merge it with peft"
         ]
-    add_adapters(model, adapter.lora, adapter.tokens)
+    lora_layers.add_adapters(model, adapter.lora, adapter.tokens)
     return _misfits(adapter, model, read_header(adapter.folder, WEIGHTS))
 
 
 def _misfits(adapter: Adapter, model: LanguageModel, stored: dict[str, Stored]) -> list[str]:
     """Name the tensors that are missing, of another shape, or of no layer of the model."""
-    wanted = {peft_name(name): tuple(p.shape) for name, p in trained(model.hf).items()}
+    wanted = {peft_name(name): tuple(p.shape) for name, p in lora_layers.trained(model.hf).items()}
     shapes = stacked_shapes(stored, expert_parts(model.hf))
     lacking, more = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
     layers = {name.partition(".lora_")[0] for name in shapes}
@@ -214,7 +206,7 @@ def load_adapters(model: LanguageModel, adapter: Adapter) -> None:
     Raises: ValueError if a tensor is missing or has another shape.
     """
     reader = _reader(adapter, model)
-    for name, parameter in trained(model.hf).items():
+    for name, parameter in lora_layers.trained(model.hf).items():
         fill(parameter, reader.rows(peft_name(name)).to(parameter.dtype))
 
 
@@ -225,11 +217,11 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
     Raises: ValueError if a tensor is missing or has another shape.
     """
     probe = build(model.hf.config, loss=no_loss, attention="eager")
-    add_adapters(probe, adapter.lora, adapter.tokens)
+    lora_layers.add_adapters(probe, adapter.lora, adapter.tokens)
     reader = _reader(adapter, probe)
     weights = base_state(model.hf, keep_vars=True)
-    shared = {peft_name(name) for name in trained(probe.hf)}
-    for name, update in updates(probe.hf).items():
+    shared = {peft_name(name) for name in lora_layers.trained(probe.hf)}
+    for name, update in lora_layers.updates(probe.hf).items():
         layer = update.layer
         if isinstance(update, RowsUpdate):
             rows = peft_name(f"{layer}.{ROWS}")
@@ -238,16 +230,17 @@ def merge_adapters(model: LanguageModel, adapter: Adapter) -> None:
                 _merge(weights[name], changed)
             continue
         left, right = (
-            reader.rows(peft_name(f"{layer}.{factor}.{ADAPTER}.weight")).float()
+            reader.rows(peft_name(f"{layer}.{factor}.{lora_layers.ADAPTER}.weight")).float()
             for factor in ("lora_A", "lora_B")
         )
         magnitude = update.magnitude
         if magnitude is not None:
-            magnitude = reader.rows(peft_name(f"{layer}.{MAGNITUDE}.{ADAPTER}.weight")).float()
+            key = f"{layer}.{lora_layers.MAGNITUDE}.{lora_layers.ADAPTER}.weight"
+            magnitude = reader.rows(peft_name(key)).float()
         _merge(weights[name], replace(update, left=left, right=right, magnitude=magnitude))
 
 
-def _merge(weight: Any, update: LoraUpdate | RowsUpdate) -> None:
+def _merge(weight: Any, update: lora_layers.LoraUpdate | RowsUpdate) -> None:
     """Add an update with whole factors to a weight."""
     merged = update.merged(whole_of(weight).cpu().float(), lambda factor: factor)
     fill(weight, merged.to(weight.dtype))

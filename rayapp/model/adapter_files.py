@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -56,8 +57,6 @@ def export_adapters(
     whole = {peft_name(name): whole_of(p).cpu() for name, p in trained(model.hf).items()}
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
-    from safetensors.torch import save
-
     adapted: Any = model.hf
     config = adapted.peft_config[ADAPTER]
     config.base_model_name_or_path, config.inference_mode = base, True

@@ -10,24 +10,24 @@ its documents: the same result, without work or memory for pairs of tokens in di
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from rayapp.model.by_document import by_document, with_dropout
-from rayapp.model.sinks import flash_with_sinks, grouped_queries
-from rayapp.model.sliding_windows import hands_on_windows
+from rayapp.model.sinks import FlashWithSinks, grouped_queries
+
+log = logging.getLogger("rayapp.model")
 
 
 class Unavailable(ValueError):
@@ -46,6 +46,7 @@ IMPLEMENTATIONS = {  # our name -> transformers' name
 }
 FLAGS = {"sdpa": "sdpa", "flex": "flex_attn", "flash": "flash_attn"}  # of `_supports_...`
 BY_BOUNDARIES = ("varlen", "flash")
+PROBE = "rayapp_probe"
 
 
 def choose_attention(
@@ -137,16 +138,62 @@ def _supports(config: PretrainedConfig, what: str) -> bool:
 
 def _flag(config: PretrainedConfig, name: str, unknown: Any = None) -> Any:
     """Return `_{name}` of the model's class; `unknown` for classes that are not known."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return unknown if known is None else getattr(known, f"_{name}", None)
 
 
 def _varlen_problem(config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str | None:
     if problem := _own_attention(config):
         return problem
-    if not hands_on_windows(config):
+    if not _hands_on_windows(config):
         return f"{config.model_type} has its sliding window in a mask alone"
     return _flash_problem(config, dtype) if device_type == "cuda" else None
+
+
+def _hands_on_windows(config: PretrainedConfig) -> bool:
+    """Return whether a model tells its attention kernel every sliding window of its masks.
+
+    A kernel without a mask sees a window only if the model passes it on, which PhiMoE, Qwen2-MoE
+    and Doge do not in transformers 5.23. The model's code is run on the meta device, with a kernel
+    that notes which windows it is given, beside those that masks are made of.
+    """
+    values = config.get_text_config().to_dict().items()
+    if not any("window" in name and value for name, value in values):
+        return True
+    in_masks: set[int | None] = {None}
+    given: set[int | None] = {None}
+
+    def mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> None:
+        in_masks.add(local_size)
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        given.add(sliding_window)
+        rows, heads, length, _ = query.shape
+        return value.new_empty(rows, length, heads, value.shape[-1]), None
+
+    AttentionInterface.register(PROBE, attend)
+    transformers.AttentionMaskInterface.register(PROBE, mask)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),
+            dtype=torch.bfloat16,  # experts' kernels take no other
+            attn_implementation=PROBE,
+            trust_remote_code=False,
+        )
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        try:  # with a mask of tokens, transformers does not look into the positions
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        except Exception as error:  # any failure of the model's code: what it gave so far counts
+            log.info("%s: its windows are known in part (%r)", type(model).__name__, error)
+    return in_masks <= given
 
 
 def _flash_problem(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
@@ -227,9 +274,7 @@ def _flash(
 ) -> Tensor:
     """Attend on a GPU, causally within each document: [T, heads, D] -> [T, heads, D]."""
     if sinks is not None:
-        return flash_with_sinks(query, key, value, sinks, bounds, longest, window, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
+        return FlashWithSinks.apply(query, key, value, sinks, bounds, longest, window, scale)
     result = varlen_attn(
         *(query, key, value, bounds, bounds, longest, longest),
         scale=scale,

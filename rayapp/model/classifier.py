@@ -110,8 +110,7 @@ class Classifier(Wrapper):
 def shape_of_classifier(path: str, overrides: Mapping[str, object], classes: Sequence[str]) -> Any:
     """Return (the model's config with these classes, its source or None for a preset).
 
-    Raises:
-        ValueError: it is no image classifier that transformers knows.
+    Raises: ValueError: it is no image classifier that transformers knows.
     """
     preset, source = IMAGE_PRESETS.get(path), None
     if preset is not None:

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    _can_use_grouped_mm,
-    _grouped_linear,
-    grouped_mm_experts_forward,
-)
+from transformers.integrations import moe
 
 GROUPED, ADAPTED = "grouped_mm", "rayapp_adapted"  # transformers' name, and the one added here
 WRAPPERS = "_rayapp_wrappers"
@@ -65,7 +60,7 @@ def why_not_grouped(
     if compiled and dtype != torch.bfloat16:
         return "compiled blocks have grouped products in bf16 alone"
     weight = torch.empty(1, 8, 8, dtype=dtype, device=device)
-    if not _can_use_grouped_mm(weight[0], weight, weight):
+    if not moe._can_use_grouped_mm(weight[0], weight, weight):
         return "this device has no grouped products: a GPU needs compute capability 8.0"
     return None
 
@@ -140,7 +135,7 @@ def adapted_experts(
     """
     wrappers = module.__dict__.get(WRAPPERS)
     if not wrappers:
-        return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
+        return moe.grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
     tokens, chosen = top_k_index.shape
     experts, order = torch.sort(top_k_index.reshape(-1))
     bins = experts.float() if hidden.device.type == "cpu" else experts.int()
@@ -162,7 +157,7 @@ def adapted_experts(
 def _grouped(module: Any, ends: Tensor, experts: Tensor, name: str, values: Tensor) -> Tensor:
     """Multiply rows, sorted by expert, by their experts' weights, and add the adapters' update."""
     bias = getattr(module, f"{name}_bias")[experts] if module.has_bias else None
-    output = _grouped_linear(values, getattr(module, name), ends, bias, module.is_transposed)
+    output = moe._grouped_linear(values, getattr(module, name), ends, bias, module.is_transposed)
     if name not in module.__dict__[WRAPPERS]:
         return output
     wrapper, adapter = module.__dict__[WRAPPERS][name]
@@ -174,7 +169,7 @@ def _grouped(module: Any, ends: Tensor, experts: Tensor, name: str, values: Tens
     first, second = expert_factors(left, right, module.num_experts)
     if missing := -second.shape[-1] % ALIGNED:
         first, second = pad(first, (0, 0, 0, missing)), pad(second, (0, missing))
-    update = _grouped_linear(_grouped_linear(values, first, ends), second, ends)
+    update = moe._grouped_linear(moe._grouped_linear(values, first, ends), second, ends)
     return output.add(update, alpha=wrapper.scaling[adapter])
 
 
@@ -188,4 +183,4 @@ def expert_factors(left: Tensor, right: Tensor, experts: int) -> tuple[Tensor, T
     return first, right.reshape(right.shape[0], -1, experts).permute(2, 0, 1).contiguous()
 
 
-ALL_EXPERTS_FUNCTIONS.register(ADAPTED, adapted_experts)
+moe.ALL_EXPERTS_FUNCTIONS.register(ADAPTED, adapted_experts)

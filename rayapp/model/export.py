@@ -22,15 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-)
 
 from rayapp.model.build import State, Wrapper, base_state
 from rayapp.model.files import SINGLE, layout
@@ -53,15 +46,16 @@ class WrongExport(RuntimeError):
 class Group:
     """Parameters that are converted and written together, and the tensors on disk they become."""
 
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     members: list[tuple[str, str]] = field(default_factory=list)
     """(parameter, source pattern of the converter)"""
     tensors: dict[str, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes on disk."""
-        return sum(shape.numel() * dtype.itemsize for dtype, shape in self.tensors.values())
+    def sizes(self) -> dict[str, int]:
+        """Bytes on disk of each tensor."""
+        tensors = self.tensors.items()
+        return {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in tensors}
 
 
 class Reverse:
@@ -74,18 +68,18 @@ class Reverse:
     def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
         forward = get_model_conversion_mapping(hf, add_legacy=False)
-        kept = [t for t in forward if not isinstance(t, PrefixChange)]
+        kept = [t for t in forward if not isinstance(t, loading.PrefixChange)]
         reverse = [t.reverse_transform() for t in reversed(kept)]
-        self.renamings = [t for t in reverse if isinstance(t, WeightRenaming)]
-        self.converters = [t for t in reverse if isinstance(t, WeightConverter)]
+        self.renamings = [t for t in reverse if isinstance(t, loading.WeightRenaming)]
+        self.converters = [t for t in reverse if isinstance(t, loading.WeightConverter)]
 
     def groups(self, dtype: torch.dtype) -> list[Group]:
         """Group the state dict (tied tensors once); find names and shapes on meta tensors."""
         by_pattern = {p: c for c in self.converters for p in c.source_patterns}
         state = _untied(self.hf)
         groups: dict[str, Group] = {}
-        for name in sorted(state, key=dot_natural_key):
-            renamed, pattern = apply_converters(name, self.converters)
+        for name in sorted(state, key=loading.dot_natural_key):
+            renamed, pattern = loading.apply_converters(name, self.converters)
             key = name if pattern is None else renamed
             group = groups.setdefault(key, Group(by_pattern[pattern] if pattern else None))
             group.members.append((name, pattern or name))
@@ -102,14 +96,14 @@ class Reverse:
         """Convert the parameters of a group to tensors, by their names on disk."""
         first, _ = group.members[0]
         if group.converter is None:
-            return {apply_renamings(first, self.renamings): values[first]}
+            return {loading.apply_renamings(first, self.renamings): values[first]}
         converter = deepcopy(group.converter)
-        renamed, _ = apply_converters(first, [converter])
+        renamed, _ = loading.apply_converters(first, [converter])
         for name, pattern in group.members:
             converter.add_tensor(renamed, name, pattern, cast(Any, values[name]))  # or a Future
         made = converter.convert(renamed, model=self.hf, config=self.hf.config)
         return {
-            apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
+            loading.apply_renamings(name, self.renamings): t[0] if isinstance(t, list) else t
             for name, t in made.items()
         }
 
@@ -140,7 +134,9 @@ def export(
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     reverse = Reverse(model.hf)
     files = _split(reverse.groups(dtype), max_file_bytes)
-    names = _file_names(len(files))
+    count = len(files)
+    names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [SINGLE]
     state, changes = _untied(model.hf), updates((trained or model).hf)
     if trained is not None:
         held = base_state(trained.hf)
@@ -165,7 +161,10 @@ def export(
     small: list[str] = []
     try:
         if rank == 0:
-            sizes = {name: _sizes(groups) for name, groups in zip(names, files, strict=True)}
+            sizes = {
+                name: {key: size for group in groups for key, size in group.sizes.items()}
+                for name, groups in zip(names, files, strict=True)
+            }
             small = write_small_files(
                 model.hf, storage, sizes, tokenizer, generation_config, dtype, processor or {}
             )
@@ -174,29 +173,18 @@ def export(
     return sorted({*names, *_raise_together(error, storage, small)})
 
 
-def _sizes(groups: list[Group]) -> dict[str, int]:
-    """Return the bytes of each tensor of some groups."""
-    tensors = [item for group in groups for item in group.tensors.items()]
-    return {name: shape.numel() * dtype.itemsize for name, (dtype, shape) in tensors}
-
-
 def _split(groups: list[Group], max_file_bytes: int) -> list[list[Group]]:
     """Divide groups over files in order; a group above the limit gets a file of its own."""
     files: list[list[Group]] = [[]]
     size = 0
     for group in groups:
-        if files[-1] and size + group.num_bytes > max_file_bytes:
+        num_bytes = sum(group.sizes.values())
+        if files[-1] and size + num_bytes > max_file_bytes:
             files.append([])
             size = 0
         files[-1].append(group)
-        size += group.num_bytes
+        size += num_bytes
     return files
-
-
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _gather_in_turns(
@@ -210,11 +198,8 @@ def _gather_in_turns(
         for owner, group in enumerate(turn):
             if group is not None:
                 names = [name for name, _ in group.members]
-                yield (
-                    owner,
-                    group,
-                    {name: _gather(state[name], dtype, changes.get(name)) for name in names},
-                )
+                whole = {name: _gather(state[name], dtype, changes.get(name)) for name in names}
+                yield owner, group, whole
 
 
 def _gather(

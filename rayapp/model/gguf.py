@@ -27,12 +27,7 @@ from unittest.mock import patch
 import torch
 import transformers
 import yaml
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    modeling_gguf_pytorch_utils,
-)
+from transformers import modeling_gguf_pytorch_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.quantization_config import GgufConfig
 
@@ -158,7 +153,7 @@ def config_values(path: str) -> Mapping[str, Any] | None:
     gguf.content()
     file = Path(gguf.folder.url, gguf.name)
     with _read_errors(gguf):
-        return AutoConfig.from_pretrained(
+        return transformers.AutoConfig.from_pretrained(
             file.parent, gguf_file=file.name, trust_remote_code=False
         ).to_dict()
 
@@ -275,10 +270,10 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
     )
     _say(f"reading {read}; its weights are written in {str(dtype).removeprefix('torch.')}, once")
     where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
     _rotate(config, values, {name: tensors[name].data for name in tensors if "rope_" in name})
     with patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda each, **_: each):  # no bar
-        opened: Any = AutoModelForCausalLM.from_pretrained(
+        opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
             **where,
             config=config,
             dtype=dtype,
@@ -290,7 +285,7 @@ def _dequantised(name: str, file: Path, folder: Path, known: Mapping[str, str]) 
     if missing := sorted(report["missing_keys"]):  # transformers would draw them
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:MAX_NAMED])}")
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
     small = small_files_of(tokenizer, model.generation_config)  # an adapter's users open it, too
     for small_name, data in {**small, "config.json": config_json(model, dtype, None)}.items():
         (folder / small_name).write_bytes(data)

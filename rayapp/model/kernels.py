@@ -117,24 +117,22 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def use_float8(model: LanguageModel, device: torch.device, *, emulate: bool = False) -> None:
+def use_float8(model: LanguageModel, device: torch.device) -> None:
     """Run the blocks' matmuls in float8 with row-wise scales (torchao); weights keep their dtype.
 
-    `emulate` rounds to float8 and multiplies in fp32, on any device.
     Raises: Unavailable if the device has no float8 matmuls.
     """
-    if not emulate:
-        name = "the CPU" if device.type != "cuda" else torch.cuda.get_device_name(device)
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < ADA:
-            raise Unavailable(
-                f"train.precision=fp8 is not available: {name} has no float8 matmuls (compute "
-                "capability 8.9 does). Set train.precision=bf16"
-            )
+    name = "the CPU" if device.type != "cuda" else torch.cuda.get_device_name(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < ADA:
+        raise Unavailable(
+            f"train.precision=fp8 is not available: {name} has no float8 matmuls (compute "
+            "capability 8.9 does). Set train.precision=bf16"
+        )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name("rowwise")
     # The weight's gradient sums over tokens, which float8 kernels take in multiples of 16.
-    config = replace(config, pad_inner_dim=True, emulate=emulate)
+    config = replace(config, pad_inner_dim=True)
     for block in find_blocks(model.hf):
         convert_to_float8_training(block, config=config, module_filter_fn=_fits)
 

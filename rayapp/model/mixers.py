@@ -1,6 +1,7 @@
 """Run layers that mix along the sequence without attention on the documents of packed rows.
 
     split_documents(model, by_row=True)    # before or after shard(); the model sets `bounds`
+    if not keeps_documents_apart(lm, device): ...
 
 A causal convolution or a recurrence carries one document's values into the next. Where all that a
 layer calls takes the documents' boundaries (scans.py), it runs once for each row. Any other layer
@@ -9,7 +10,7 @@ costs a call for each. A block that is recomputed in the backward pass takes the
 last forward pass: backward follows forward, micro-batch by micro-batch.
 
 Such a layer is known by its own Conv1d: gated delta rules, Mamba's, short convolutions and gated
-recurrences all begin with one. Whether that was enough is asked by gradient (documents.py).
+recurrences all begin with one. Whether that was enough is asked by gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from rayapp.model.build import LanguageModel
 from rayapp.model.scans import numbers_of, takes_rows
 from rayapp.model.sharding import find_blocks
+
+LENGTH = 8  # tokens per document
 
 
 def split_documents(model: LanguageModel, by_row: bool = True) -> bool:
@@ -83,3 +86,44 @@ def _run(model: LanguageModel, forward: Any, by_row: bool, *args: Any, **kwargs:
         return torch.cat(parts, 1).reshape(rows, length, *parts[0].shape[2:])
 
     return tree_map(joined, *results)
+
+
+def keeps_documents_apart(model: LanguageModel, device: torch.device) -> bool:
+    """Return whether the second of two documents in a row is independent of the first.
+
+    Models differ in whether transformers builds a mask from restarting positions or passes on the
+    documents' boundaries, and recurrent layers carry their state across documents whatever the
+    mask. So there is no list of model names: the loss of the second document is differentiated with
+    respect to the embeddings of the first one's tokens, which gives exactly zero.
+
+    All ranks call it together: it runs one forward and one backward pass, then clears the
+    gradients; weights and random state stay. False also for a model that can tell by nothing where
+    a document begins: it takes no position_ids, and no layer runs document by document.
+    """
+    if not (model.takes_positions or model.splits_documents):
+        return False
+    row = torch.arange(2 * LENGTH, device=device).unsqueeze(0)
+    ids = row % model.hf.config.get_text_config().vocab_size
+    labels = torch.where((row < LENGTH) | (row == 2 * LENGTH - 1), -100, ids.roll(-1, 1))
+    ends = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32, device=device)
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        embedded.append(output.requires_grad_())
+        output.retain_grad()
+
+    handle = model.hf.get_input_embeddings().register_forward_hook(keep)
+    training = model.training
+    model.eval()  # no dropout, so that no random numbers are drawn
+    try:
+        with torch.compiler.set_stance("force_eager"):  # no compilation for rows of this length
+            objective, _ = model(ids, labels, row % LENGTH, ends, LENGTH)
+            objective.backward()
+    finally:
+        handle.remove()
+        model.train(training)
+    for parameter in model.parameters():
+        parameter.grad = None
+    gradient = embedded[0].grad
+    assert gradient is not None
+    return not gradient.flatten(0, 1)[:LENGTH].any()

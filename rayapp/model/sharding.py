@@ -21,14 +21,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
@@ -78,23 +72,22 @@ def shard(
     *,
     strategy: str = "full_shard",
     param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype = torch.float32,
     cpu_offload: bool = False,
 ) -> Wrapped:
     """Shard every block, then the rest, over `mesh`; gradients become sums over all ranks."""
     assert strategy in STRATEGIES, strategy
     assert mesh.ndim == (2 if strategy in ("hybrid_shard", "no_shard") else 1), (strategy, mesh)
-    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    offload = OffloadPolicy()
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    offload = fsdp.OffloadPolicy()
     if cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     shards = mesh.size(mesh.ndim - 1)
     base = set[nn.Parameter]()
     adapted = any(of_adapter(name) for name, _ in model.named_parameters())
     if adapted and shards == 1 and not cpu_offload:  # FSDP would copy the frozen base in each pass
         frozen = (each for each in model.parameters() if not each.requires_grad)
         base = {each for each in frozen if each.dtype == (param_dtype or each.dtype)}
-    apply = partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=base)
+    apply = partial(fsdp.fully_shard, mesh=mesh, offload_policy=offload, ignored_params=base)
     free_after_forward = strategy in ("full_shard", "hybrid_shard") and not base
     blocks = find_blocks(model.hf)
     placement = partial(_placement, shards)
@@ -112,10 +105,10 @@ def shard(
     root = replace(precision, cast_forward_inputs=False)  # the numbers of records stay float32
     apply(model, reshard_after_forward=False, mp_policy=root)
     model.offloaded = cpu_offload
-    model.freed = cast(list[FSDPModule], blocks[:-1]) if free_after_forward else []
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    model.freed = cast(list[fsdp.FSDPModule], blocks[:-1]) if free_after_forward else []
+    sharded = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     model.replicated = sharded if mesh.size() > shards else []
-    for one, following in pairwise(cast(list[FSDPModule], blocks)):
+    for one, following in pairwise(cast(list[fsdp.FSDPModule], blocks)):
         # FSDP prefetches in the backward only: in the forward it trusts that the host is ahead.
         one.set_modules_to_forward_prefetch([following])
     for module in sharded if mesh.size() > 1 else ():
@@ -138,7 +131,7 @@ def sum_over_replicas(model: Wrapper, last: bool) -> None:
 def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the module holds shards: a forward leaves some gathered."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn  # it registers the operators, too
 
 
 def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,30 +41,16 @@ def grouped_queries() -> dict[str, Any]:
 
     The kernel of torch 2.11 takes them as it is, and has no such argument.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def flash_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    bounds: Tensor,
-    longest: int,
-    window: int,
-    scale: float,
-) -> Tensor:
-    """Attend causally within each document on a GPU.
+class FlashWithSinks(torch.autograd.Function):
+    """torch's varlen kernel, with sinks added to what its backward pass is given.
+
+    It attends causally within each document on a GPU.
 
     Shapes: query [T, heads, D], key and value [T, kv_heads, D], bounds int32 [documents + 1].
     """
-    return _Flash.apply(query, key, value, sinks, bounds, longest, window, scale)
-
-
-class _Flash(torch.autograd.Function):
-    """torch's varlen kernel, with sinks added to what its backward pass is given."""
 
     @staticmethod
     def forward(
@@ -77,8 +64,6 @@ class _Flash(torch.autograd.Function):
         window: int,
         scale: float,
     ) -> Tensor:
-        import torch.nn.attention.varlen  # registers the operators
-
         ctx.options = (longest, longest, False)
         ctx.scale, ctx.window = scale, [window, 0]
         out, log_sum, state = torch.ops.torch_attn._varlen_attn(

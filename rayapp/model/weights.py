@@ -13,7 +13,6 @@ read. Some conversions need whole tensors; then every rank reads those.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -23,15 +22,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from rayapp.model.build import State, Wrapper, base_state, build, no_loss
 from rayapp.model.files import ShardReader, Stored, read_headers
@@ -53,7 +45,7 @@ class Conversion:
     names on disk, in the order that the converter expects.
     """
 
-    converter: WeightConverter | None
+    converter: loading.WeightConverter | None
     sources: dict[str, list[str]] = field(default_factory=dict)
     targets: dict[str, torch.Size] = field(default_factory=dict)
 
@@ -75,9 +67,9 @@ class Conversion:
             return False
         merge, *rest = self.converter.operations
         return (
-            isinstance(merge, MergeModulelist)
+            isinstance(merge, loading.MergeModulelist)
             and merge.dim == 0
-            and all(isinstance(op, Concatenate) and op.dim == 1 for op in rest)
+            and all(isinstance(op, loading.Concatenate) and op.dim == 1 for op in rest)
         )
 
 
@@ -92,7 +84,6 @@ class LoadStats:
     """What this rank read."""
 
     bytes_read: int
-    seconds: float
     largest_tensor_bytes: int
     """Most bytes read for one conversion: the memory that a read needs beside the shards."""
     extra: tuple[str, ...]
@@ -113,7 +104,6 @@ def load_weights(
     Raises: ValueError if a parameter is missing on disk or of another shape, or a file is damaged.
     """
     assert source.storage is not None, f"{source.name} has no weights"
-    start_s = time.monotonic()
     stored = read_headers(source.storage)
     plan, extra = _plan(model.hf, stored, drawn)
     tables = _tables(model.hf) if new else set[str]()
@@ -134,7 +124,7 @@ def load_weights(
         largest = max(pool.map(load, plan), default=0)
     plain = {name: each for name, each in tensors.items() if isinstance(each, Tensor)}
     _check_ties(twice, plain, reader, source.name, new or {})
-    return LoadStats(reader.bytes_read, time.monotonic() - start_s, largest, tuple(extra))
+    return LoadStats(reader.bytes_read, largest, tuple(extra))
 
 
 def problems(source: ModelSource, from_scratch: bool) -> list[str]:
@@ -226,17 +216,17 @@ def _plan(
     It follows transformers' convert_and_load_state_dict_in_model (5.23), but reads no data.
     """
     transforms = get_model_conversion_mapping(hf)
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     wanted = base_state(hf)
     prefix = hf.base_model_prefix
     plan: dict[str, Conversion] = {}
     extra = []
-    for key in sorted(stored, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
+    for key in sorted(stored, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, wanted)
         if name not in wanted and key in wanted:  # the name on disk is already the parameter's
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
+            name, pattern = loading.rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted or name in drawn:
             extra.append(key)
             continue
@@ -380,7 +370,6 @@ def _num_bytes(tensors: Mapping[str, list[Tensor]]) -> int:
 
 
 def _split_ties(hf: PreTrainedModel, plan: list[Conversion]) -> tuple[list[Conversion], list[Tie]]:
-    """Split the plan into conversions to load and duplicate ties."""
     by_target = {target: conversion for conversion in plan for target in conversion.targets}
     twice: list[Tie] = []
     for names in _tied_names(hf):

@@ -244,8 +244,7 @@ def logged(run: Storage) -> list[int]:
 def read_log(run: Storage, attempt: int | None = None, rank: int | None = None) -> str:
     """Return the log of an attempt, by default the newest, or the error of one of its ranks.
 
-    Raises:
-        ConfigError: it is not kept, or no such rank has failed.
+    Raises: ConfigError: it is not kept, or no such rank has failed.
     """
     kept = logged(run)
     if not kept:
@@ -271,8 +270,7 @@ def follow_log(run: Storage, ended: Callable[[], bool]) -> Iterator[str]:
     The driver stores a log whole, and only its last part if it is long. Between two looks at S3
     pass POLL_S3_S, elsewhere POLL_S.
 
-    Raises:
-        ConfigError: the run has ended and has left no log.
+    Raises: ConfigError: the run has ended and has left no log.
     """
     number, shown, known = 0, list[str](), dict[int, str]()
     while True:

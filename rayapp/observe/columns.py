@@ -63,8 +63,7 @@ class Columns:
 
         A figure of one source of a mixture is named `loss_by_source/PATH`.
 
-        Raises:
-            StorageError: it cannot be read.
+        Raises: StorageError: it cannot be read.
         """
         columns = cls(names)
         for start, data in metrics.blocks(storage):
@@ -111,8 +110,7 @@ class Follower:
     def poll(self) -> int:
         """Take the new lines into `steps`; return how many of the old lines are still there.
 
-        Raises:
-            StorageError: the file cannot be read.
+        Raises: StorageError: the file cannot be read.
         """
         return self._poll(len(self.steps))
 
@@ -126,8 +124,7 @@ class Follower:
     def lines(self, start: int, stop: int) -> list[MetricsLine]:
         """Return lines `start` to `stop` of those that `steps` holds, from the storage.
 
-        Raises:
-            StorageError: it cannot be read, or these lines are not there any more.
+        Raises: StorageError: it cannot be read, or these lines are not there any more.
         """
         steps = self.steps
         first, end = steps.ends[start - 1] if start else 0, steps.ends[stop - 1]

@@ -80,8 +80,7 @@ class Account:
 def read_events(run: Storage) -> list[Event]:
     """Return a run's events, an empty list without a file; an incomplete last line is ignored.
 
-    Raises:
-        DamagedFile: a line is no event.
+    Raises: DamagedFile: a line is no event.
     """
     fix = "Delete the file: the run goes on from its checkpoint, without its history"
     events = run_folder.read_lines(run, EVENTS, _event, fix)

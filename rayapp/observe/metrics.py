@@ -13,21 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    Required,
-    TypeAlias,
-    TypeVar,
-    cast,
-    get_args,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, Required, TypeAlias, TypeVar, cast
 
 from pydantic import ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -145,8 +136,8 @@ class MetricsLine(StepFields, HeldOut, total=False):
 
 FIELDS: Mapping[str, Shown] = {
     name: shown
-    for name, hint in get_type_hints(MetricsLine, include_extras=True).items()
-    for shown in getattr(hint, "__metadata__", ()) or get_args(hint)[0].__metadata__
+    for name, hint in typing.get_type_hints(MetricsLine, include_extras=True).items()
+    for shown in getattr(hint, "__metadata__", ()) or typing.get_args(hint)[0].__metadata__
     if isinstance(shown, Shown)
 }
 OWN_LOSS = "own_loss"
@@ -286,8 +277,7 @@ def _start(name: str) -> int | None:
 def read_bytes(storage: Storage, start: int, end: int, listed: list[Part] | None = None) -> bytes:
     """Return the bytes from `start` to `end`; `listed` are the parts, if they are known.
 
-    Raises:
-        StorageError: they are not there, or cannot be read.
+    Raises: StorageError: they are not there, or cannot be read.
     """
     listed = parts(storage) if listed is None else listed
     while True:

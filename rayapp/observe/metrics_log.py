@@ -85,8 +85,7 @@ class MetricsLog:
         If a checkpoint were committed before that and the run were killed, the resumed run would
         not do that step again, and its line would be missing.
 
-        Raises:
-            StorageError: it takes too long, or the log was closed without it.
+        Raises: StorageError: it takes too long, or the log was closed without it.
         """
         with self._changed:
             self._awaited = step
@@ -103,8 +102,7 @@ class MetricsLog:
     def close(self) -> None:
         """Store all records durably, and end the thread.
 
-        Raises:
-            StorageError: the storage has refused it.
+        Raises: StorageError: the storage has refused it.
         """
         try:
             self._store_the_rest()
@@ -230,8 +228,7 @@ def cut(storage: Storage, end: int) -> None:
 def seal(storage: Storage) -> None:
     """Make one metrics.jsonl of all parts.
 
-    Raises:
-        StorageError: the storage has refused it; the parts are still there.
+    Raises: StorageError: the storage has refused it; the parts are still there.
     """
     listed = entries(storage)
     if not listed:

@@ -13,18 +13,10 @@ import numpy as np
 from rayapp.config import RunConfig
 from rayapp.config.fields import unit_of
 from rayapp.hardware import GIB, USD_PER_GIB_MONTH, usd_of_checkpoints
-from rayapp.observe import metrics
+from rayapp.observe import metrics, records
 from rayapp.observe.columns import ACCOUNTED, Array, Columns
 from rayapp.observe.goodput import account, commands
 from rayapp.observe.metrics import OWN_LOSS, own_figures
-from rayapp.observe.records import (
-    CheckpointCost,
-    Event,
-    RunResult,
-    StepSeconds,
-    StoredCost,
-    Summary,
-)
 from rayapp.observe.run_folder import CHECKPOINTS, DONE, FAILED, PROFILES, RESULT, DamagedFile
 from rayapp.observe.status import planned_step_s, read_result
 from rayapp.planner.calibration import calibrate, rest_s
@@ -70,8 +62,12 @@ def stays(run: Storage, status: str) -> bool:
 
 
 def result_of(
-    config: RunConfig, run: Storage, summary: Summary, phases: dict[str, float], events: list[Event]
-) -> RunResult:
+    config: RunConfig,
+    run: Storage,
+    summary: records.Summary,
+    phases: dict[str, float],
+    events: list[records.Event],
+) -> records.RunResult:
     """Return the content of result.json.
 
     Counts, goodput, time and cost are sums over all commands of the run; `start_s` is of this
@@ -112,10 +108,10 @@ def result_of(
         "versions": {name: version(name) for name in ("rayapp", "ray", "torch", "transformers")},
         **({"profiles": profiles} if profiles else {}),
     }
-    return cast(RunResult, values)  # some names are made of the unit's
+    return cast(records.RunResult, values)  # some names are made of the unit's
 
 
-def stored(run: Storage, steps: Columns, keep: int) -> StoredCost:
+def stored(run: Storage, steps: Columns, keep: int) -> records.StoredCost:
     """Return how much is in a run's folder, S3's price of it, and what its checkpoints have cost.
 
     A checkpoint was made after each step that saving held up. All are taken to be as large as those
@@ -134,7 +130,7 @@ def stored(run: Storage, steps: Columns, keep: int) -> StoredCost:
     return {"gib": gib, "usd_per_month": gib * USD_PER_GIB_MONTH, "usd": usd}
 
 
-def step_s(run: Storage, steps: Columns) -> StepSeconds:
+def step_s(run: Storage, steps: Columns) -> records.StepSeconds:
     """Return the seconds of a step: as planned, by the first ten steps, and of the later ones."""
     calibration = calibrate(steps)
     return {
@@ -165,7 +161,7 @@ def best_interval_s(stall_s: float, restart_s: float, mtbf_s: float) -> float:
 
 def _checkpoints(
     config: RunConfig, stall_s: float | None, commit_s: float | None, restart_s: float
-) -> CheckpointCost:
+) -> records.CheckpointCost:
     """Return the cost of a checkpoint and the best interval between checkpoints, in seconds.
 
     The interval is at least `commit_s`, as one checkpoint must be committed before the next.

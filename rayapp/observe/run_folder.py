@@ -146,8 +146,7 @@ class DamagedFile(ConfigError):
 def read(run: Storage, name: str, kind: type[T], fix: str = REWRITTEN) -> T | None:
     """Return the content of a JSON file in a run's folder, None if there is no such file.
 
-    Raises:
-        DamagedFile: it is not of this kind.
+    Raises: DamagedFile: it is not of this kind.
     """
     try:
         content: T = parsed(run.read(name), kind)
@@ -161,8 +160,7 @@ def read(run: Storage, name: str, kind: type[T], fix: str = REWRITTEN) -> T | No
 def read_lines(run: Storage, name: str, line_of: Callable[[bytes], T], fix: str) -> list[T]:
     """Return the lines of a file by `line_of`, [] without a file; an unfinished last one is left.
 
-    Raises:
-        DamagedFile: `line_of` has raised a ValueError.
+    Raises: DamagedFile: `line_of` has raised a ValueError.
     """
     lines = list[T]()
     try:
@@ -179,8 +177,7 @@ def read_lines(run: Storage, name: str, line_of: Callable[[bytes], T], fix: str)
 def parsed(text: bytes, kind: Any) -> Any:
     """Return the value of a JSON text.
 
-    Raises:
-        ValueError: it is not of this kind; the message is one line.
+    Raises: ValueError: it is not of this kind; the message is one line.
     """
     try:
         value = json.loads(

@@ -283,8 +283,7 @@ def read_result(run: Storage) -> RunResult:
 def read_sections(run: Storage) -> Sections | None:
     """Return a run's config as plain values, unchecked; None if there is no config.yaml yet.
 
-    Raises:
-        DamagedFile: the file holds no sections.
+    Raises: DamagedFile: the file holds no sections.
     """
     fix = "Restore it, or set another run.name"
     try:

@@ -202,7 +202,6 @@ def _held(
 
 
 def _loss(runs: Sequence[ReportedRun], places: Sequence[int]) -> Chart:
-    """Return the chart of the losses of the runs at `places`."""
     every, lines = dict[str, Points](), list[ChartLine]()
     alone, unit = len(runs) == 1, runs[0].unit.divisor or runs[0].unit.one
     held = {key: f"eval_{name}" for key, name in LOSSES[unit].items()}

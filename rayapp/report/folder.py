@@ -253,8 +253,7 @@ def _sections(storage: Storage) -> tuple[str | None, Sections]:
 def _plan(storage: Storage) -> Plan:
     """Return the plan; what a page shows of the data is there.
 
-    Raises:
-        DamagedFile: it is not.
+    Raises: DamagedFile: it is not.
     """
     plan = statuses.read_plan(storage)
     data = plan.get("data") or DataReport()

@@ -23,7 +23,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub as hub
 import yaml
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from rayapp.config import ConfigError
 from rayapp.model.files import INDEX
@@ -70,9 +73,6 @@ def publish(
         ConfigError: it is not possible as asked; nothing was sent.
         PublishError: the hub does not answer, or refuses.
     """
-    import huggingface_hub as hub
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
     if not re.fullmatch(HUB_ID, target):
         raise ConfigError([f"TARGET={target} is not valid: it is no hub id. Give org/name"])
     if hub.get_token() is None:
@@ -135,11 +135,8 @@ def _base(
 ) -> tuple[dict[str, Any], dict[str, bytes], list[str]]:
     """Return the base by the card's names, its LICENSE by name, and what is not as wished.
 
-    Raises:
-        ConfigError: the base is not on the hub, or is another model there.
+    Raises: ConfigError: the base is not on the hub, or is another model there.
     """
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
     base: dict[str, Any] = dict(run.plan.get("base", {}))
     name, adapter = _name(run), (source / ADAPTER).exists()
     random = base.get("random") or "/" not in name
@@ -224,8 +221,7 @@ def _is_place(value: object) -> bool:
 def _refuse_places(folder: Path, places: list[str]) -> None:
     """Refuse files that name a place of this machine.
 
-    Raises:
-        ConfigError: with each place.
+    Raises: ConfigError: with each place.
     """
     host = socket.gethostname()  # of one that is a plain word, it is not known what it stands for
     sought = [re.escape(place) for place in places if _is_place(place) and len(place) > 2]
@@ -246,11 +242,8 @@ def _refuse_places(folder: Path, places: list[str]) -> None:
 def _claimed(api: Any, target: str, own: str, public: bool) -> dict[str, tuple[str, int]]:
     """Create the repository, or make sure that it is this run's; return the files in it.
 
-    Raises:
-        ConfigError: it has content from elsewhere, or everybody sees it.
+    Raises: ConfigError: it has content from elsewhere, or everybody sees it.
     """
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     try:
         info = api.model_info(target)
     except RepositoryNotFoundError:

@@ -28,7 +28,8 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from rayapp import model
 from rayapp.model.activations import ATTENTION, keeps_result
-from rayapp.model.attention import takes_any_kernel
+from rayapp.model.attention import attention_problem, takes_any_kernel
+from rayapp.model.build import Loss
 from rayapp.planner.measured import Counted
 
 CPU = torch.device("cpu")  # fake tensors of a GPU need a build of PyTorch with CUDA
@@ -39,12 +40,10 @@ GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 
 
 def build_on_shapes(
-    config: PretrainedConfig,
-    loss: model.Loss = model.no_loss,
-    dtype: torch.dtype = torch.float32,
+    config: PretrainedConfig, loss: Loss = model.no_loss, dtype: torch.dtype = torch.float32
 ) -> model.LanguageModel:
     """Build a model on the meta device, with the attention of GPUs if it takes any kernel."""
-    refused = model.attention_problem("sdpa", config, CPU.type, dtype)
+    refused = attention_problem("sdpa", config, CPU.type, dtype)
     attention = "eager" if refused else "sdpa"
     lm = model.build(config, loss=loss, dtype=dtype, attention=attention)
     if takes_any_kernel(config):
@@ -240,7 +239,9 @@ def total_of(blocks: Mapping[int, BlockPass], kinds: Mapping[int, int], length: 
 
 def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> BlockPass:
     """Run one block forward and backward, without the gradients of its weights."""
-    alone = _forward_alone(block, hidden_size, args, kwargs)
+    alone = Operations(hidden_size)
+    with torch.no_grad(), alone:
+        block(*args, **kwargs)
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
     hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     hidden.requires_grad_()
@@ -275,15 +276,7 @@ def block_pass(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> Bl
         torch.autograd.grad([result], [into], [gradient])
     in_flight = max(0, counted.peak - kept)
     sizes = tuple(own.values())
-    return BlockPass(counted, kept, shared, in_flight, forward, alone, attention, sizes)
-
-
-def _forward_alone(block: nn.Module, hidden_size: int, args: Any, kwargs: Any) -> int:
-    """Return the bytes at the peak of a forward pass that keeps nothing, its input left out."""
-    counted = Operations(hidden_size)
-    with torch.no_grad(), counted:
-        block(*args, **kwargs)
-    return counted.peak
+    return BlockPass(counted, kept, shared, in_flight, forward, alone.peak, attention, sizes)
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -59,8 +59,7 @@ def compared(
         count, unit: how many of what was compared, e.g. 4 and "rows".
         tolerance: the largest difference, as a share of the norm of `trained`.
 
-    Raises:
-        WrongExport: they differ by more.
+    Raises: WrongExport: they differ by more.
     """
     difference = float((logits - trained).norm() / trained.norm())
     if not difference <= tolerance:

@@ -30,18 +30,13 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.model.attention import takes_any_kernel
 from rayapp.model.build import beside_text
+from rayapp.model.lora_layers import linear_names
+from rayapp.model.names import matching
+from rayapp.model.scans import kernel_packages
 from rayapp.model.sharding import find_blocks
 from rayapp.planner.measured import Counted, Frozen, Measured
 from rayapp.planner.shape import Linear, Shape, UnknownShape
-from rayapp.train.block_passes import (
-    CPU,
-    BlockPass,
-    GroupedOnShapes,
-    block_pass,
-    build_on_shapes,
-    fixed_bytes,
-    total_of,
-)
+from rayapp.train import block_passes
 from rayapp.train.optimizer import embedding_tables, hidden_matrices
 
 # Silence torch's traceback: `read` reports the same error in one line.
@@ -55,13 +50,12 @@ def read(
 ) -> Shape:
     """Return the shape that a config.json describes (see `planner.question.ReadModel`).
 
-    Raises:
-        UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+    Raises: UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
     """
     try:
         if not isinstance(config, PretrainedConfig):
             config = AutoConfig.for_model(**config)
-        lm = build_on_shapes(config)
+        lm = block_passes.build_on_shapes(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UnknownShape(f"transformers cannot build the model: {_first_line(error)}") from error
     structure = _structure(lm)
@@ -81,10 +75,10 @@ def read(
 
 def count(config: Mapping[str, Any], patterns: Sequence[str]) -> Frozen:
     """Return how many parameters of the model that a config.json describes the patterns name."""
-    lm = build_on_shapes(AutoConfig.for_model(**config))
+    lm = block_passes.build_on_shapes(AutoConfig.for_model(**config))
     hidden = {id(p) for p in hidden_matrices(lm)}
     tables = {id(p) for p in embedding_tables(lm)}
-    named = {id(p): p for pattern in patterns for p in model.matching(lm.hf, pattern, trained=True)}
+    named = {id(p): p for pattern in patterns for p in matching(lm.hf, pattern, trained=True)}
 
     def size(ids: Iterable[int]) -> int:
         return sum(named[each].numel() for each in ids)
@@ -112,7 +106,7 @@ def _structure(lm: model.LanguageModel) -> _Structure:
     first: dict[Any, int] = {}
     kind_of = [first.setdefault(_signature(block), n) for n, block in enumerate(blocks)]
     kinds = dict(Counter(kind_of))
-    adapted = set(model.linear_names(lm.hf))
+    adapted = set(linear_names(lm.hf))
     linears = [
         replace(each, module=each.module and each.name in adapted)
         for n, count in kinds.items()
@@ -181,7 +175,7 @@ def _one_of_each_kind(
 
 def _passes(
     lm: model.LanguageModel, structure: _Structure, length: int
-) -> tuple[Counted, dict[int, BlockPass]]:
+) -> tuple[Counted, dict[int, block_passes.BlockPass]]:
     """Run rows of `length` tokens through the first block of each kind; count for all blocks."""
     state = {"outside": True}
     parameters = {p.untyped_storage()._cdata for p in lm.parameters()}
@@ -194,16 +188,19 @@ def _passes(
         return tensor
 
     rows = _rows(lm)
-    ids = torch.zeros(rows, length, dtype=torch.long, device=CPU)
+    ids = torch.zeros(rows, length, dtype=torch.long, device=block_passes.CPU)
     around = _one_of_each_kind(structure, lambda outside: state.update(outside=outside))
     with around as calls, saved_tensors_hooks(pack, lambda kept: kept):
         output = lm.hf.base_model(input_ids=ids, use_cache=False)
     hidden_size = lm.hf.config.get_text_config().hidden_size
-    blocks = {n: block_pass(structure.blocks[n], hidden_size, *call) for n, call in calls.items()}
+    blocks = {
+        n: block_passes.block_pass(structure.blocks[n], hidden_size, *call)
+        for n, call in calls.items()
+    }
     del output
     for block in blocks.values():
         shared |= {key: each for key, each in block.shared.items() if key not in parameters}
-    total = total_of(blocks, structure.kinds, rows * length)
+    total = block_passes.total_of(blocks, structure.kinds, rows * length)
     outside = sum(storage.nbytes() for storage in shared.values())
     return replace(total, kept_outside=outside / (rows * length)), blocks
 
@@ -246,13 +243,13 @@ def _with_counts(
 ) -> Shape:
     rows, longest = _rows(lm), min(seq_len, LONGEST)
     shortest = max(1, longest // 2)
-    with FakeTensorMode(allow_non_fake_inputs=True), GroupedOnShapes():
-        lm.to_empty(device=CPU).train()
+    with FakeTensorMode(allow_non_fake_inputs=True), block_passes.GroupedOnShapes():
+        lm.to_empty(device=block_passes.CPU).train()
         short, before = _passes(lm, structure, shortest)
         long, blocks = _passes(lm, structure, longest)
     counted = _at(seq_len, short, long, longest)
     if shortest < longest:  # what is made of weights alone does not grow with the row
-        fixed = {n: fixed_bytes(before[n], blocks[n]) / rows for n in blocks}
+        fixed = {n: block_passes.fixed_bytes(before[n], blocks[n]) / rows for n in blocks}
         every = sum(structure.kinds[n] * size for n, size in fixed.items()), max(fixed.values())
         first, last = _plus(short, every, -1 / shortest), _plus(long, every, -1 / longest)
         counted = _plus(_at(seq_len, first, last, longest), every, rows / seq_len)
@@ -271,7 +268,7 @@ def _with_counts(
         attention=attention,
         kernels=sum(structure.kinds[n] * block.counted.kernels for n, block in blocks.items()),
         adapted=adapted,
-        kernel_packages=tuple(model.kernel_packages(lm.hf)),
+        kernel_packages=tuple(kernel_packages(lm.hf)),
         whole_logits=not lm.plain_head,
     )
     experts = [
@@ -307,7 +304,7 @@ def _plus(counted: Counted, fixed: tuple[float, float], share: float) -> Counted
 
 
 def _windows(
-    blocks: Mapping[int, BlockPass], kinds: Mapping[int, int]
+    blocks: Mapping[int, block_passes.BlockPass], kinds: Mapping[int, int]
 ) -> tuple[tuple[float, int | None], ...]:
     """Add up attention's FLOPs for each attended token, by sliding window."""
     flops_of: dict[int | None, float] = {}

@@ -54,8 +54,7 @@ def lr_at(
     >>> lr_at(102, peak=1.0, schedule="linear", num_steps=104, first=100, floor=0.0)
     0.5
 
-    Raises:
-        ValueError: the step is before `first`, so that its rate is that of another schedule.
+    Raises: ValueError: the step is before `first`, so that its rate is that of another schedule.
     """
     if step < first:
         raise ValueError(f"step {step + 1} is not of the schedule that begins after step {first}")

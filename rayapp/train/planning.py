@@ -23,8 +23,7 @@ from rayapp.planner.trained import with_overrides
 def plan(config: Config | VisionConfig, **more: Any) -> planner.Answer:
     """Plan a run; `more` goes to `planner.plan`: region, usd_per_hour, steps, model.
 
-    Raises:
-        ConfigError: the config cannot be planned; with every problem.
+    Raises: ConfigError: the config cannot be planned; with every problem.
     """
     if isinstance(config, Config):
         more |= {"read": read, "count": _frozen}
@@ -39,8 +38,7 @@ def forecast(config: Config | VisionConfig, shape: Any, **known: Any) -> planner
     `known` says what the config does not: steps, images, or the machine (see `planner.ask`).
     Returns None if the planner has no formula for the architecture and it cannot be read.
 
-    Raises:
-        ConfigError: the instance is unknown, or cannot compute in this precision.
+    Raises: ConfigError: the instance is unknown, or cannot compute in this precision.
     """
     try:
         return plan(config, model=shape.to_dict(), **known)
@@ -53,10 +51,10 @@ def _gguf_values(config: Config) -> Mapping[str, Any] | None:
     path = Path(config.model.path).expanduser()
     if path.suffix != ".gguf" and not any(path.glob("*.gguf")):
         return None
-    from rayapp import model
+    from rayapp.model.gguf import config_values
 
     try:
-        return model.config_values(config.model.path)
+        return config_values(config.model.path)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
@@ -66,8 +64,7 @@ def read(config: Mapping[str, Any], *, seq_len: int, fp32: bool, lora: Lora | No
 
     It takes seconds, so the last ones are kept: a run asks several times before it starts.
 
-    Raises:
-        UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
+    Raises: UnknownShape: transformers cannot build it, or it cannot run on shapes alone.
     """
     return _read(json.dumps(dict(config), sort_keys=True), seq_len, fp32, lora)
 

@@ -31,15 +31,8 @@ from rayapp.observe.words import number
 from rayapp.storage import Storage, open_storage
 from rayapp.train import loop
 from rayapp.train.best import judged
+from rayapp.train.checkpoint import state as checkpoints
 from rayapp.train.checkpoint.saver import Checkpointer
-from rayapp.train.checkpoint.state import (
-    go_back_to,
-    load_weights,
-    restore,
-    start_from,
-    state_tensors,
-    state_values,
-)
 from rayapp.train.engine import Engine
 from rayapp.train.profiles import Profiler
 from rayapp.train.schedule import Cadence, LeaveWatcher
@@ -79,9 +72,9 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
     trainer = spec.build(context.device)
     phases.end("model")
     phases.begin("restoring the newest usable checkpoint")
-    first_step, state = restore(spec, trainer, storage)
+    first_step, state = checkpoints.restore(spec, trainer, storage)
     if not first_step and spec.config.origin is not None:
-        start_from(trainer, spec.config.origin)
+        checkpoints.start_from(trainer, spec.config.origin)
     phases.end("restore")
     phases.begin("compiling" if spec.config.train.compile else "checking the model")
     warmed_up = trainer.warm_up()
@@ -117,7 +110,8 @@ def train_rank(spec: AnySpec, context: RankContext) -> Summary:
         if leaving:
             leaving.close()
     steps = last["step"] if last else first_step
-    status = status_of(engine, steps >= spec.order.num_steps or engine.left == ENOUGH)
+    complete = steps >= spec.order.num_steps or engine.left == ENOUGH
+    status = DONE if complete else MOVED if engine.left == RESTART else STOPPED
     summary = cast(Summary, {**warmed_up, "entered": phases.started, "status": status})
     summary |= {"steps": steps, "first_step": first_step, "attempt": engine.attempt}
     stall_s = statistics.median(engine.stalls) if engine.stalls else None
@@ -162,7 +156,7 @@ def conclude(trainer: Trainer, engine: Engine, storage: Storage, steps: int) -> 
     best = engine.best.best
     if best is not None and best["step"] != steps:
         engine.phases.begin("going back to the best checkpoint", f"of step {best['step']}")
-        if go_back_to(trainer, storage, best["step"]):
+        if checkpoints.go_back_to(trainer, storage, best["step"]):
             if held_out:
                 last = {**held_out, "step": steps}
             at, held_out = best["step"], best["held_out"]
@@ -227,13 +221,6 @@ def train(
     return last
 
 
-def status_of(engine: Engine, complete: bool) -> str:
-    """Say how training ended: done, moved (the workers left to be started again) or stopped."""
-    if complete:
-        return DONE
-    return MOVED if engine.left == RESTART else STOPPED
-
-
 def schedule(
     engine: Engine,
     spec: AnySpec,
@@ -245,8 +232,8 @@ def schedule(
     cadence = Cadence(spec.config, spec.order.num_steps)
 
     def save(step: int) -> None:
-        values = state_values(spec, trainer, step, engine.state())
-        saver.save(step, state_tensors(trainer), values)
+        values = checkpoints.state_values(spec, trainer, step, engine.state())
+        saver.save(step, checkpoints.state_tensors(trainer), values)
 
     engine.save, engine.settle = save, saver.settle
     engine.eval_due = lambda step: cadence.eval_due(step, owed=engine.eval_owed)
@@ -266,7 +253,7 @@ def validate(spec: AnySpec, name: str, step: int) -> Validation:
         dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=0, world_size=1)
         try:
             trainer = spec.alone().build(device)
-            load_weights(trainer, open_storage(spec.run_url), name)
+            checkpoints.load_weights(trainer, open_storage(spec.run_url), name)
             engine = trainer.engine(dist.group.WORLD)
             trainer.prepare(engine, step)
             assert engine.evaluate is not None, "no rows are held out"

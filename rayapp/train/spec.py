@@ -28,22 +28,6 @@ if TYPE_CHECKING:
     from rayapp.train.trainer_interface import Trainer
 
 
-class TrainingData(Protocol):
-    """Prepared rows or indexed images, as a run of any kind sees them."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of everything that the rows were made from."""
-
-    @property
-    def parts(self) -> dict[str, object]:
-        """The parts of the fingerprint by name, so that an error can name what has changed."""
-
-    @property
-    def held_out(self) -> int:
-        """The number of held-out rows."""
-
-
 class BackgroundWork(Protocol):
     """What the driver does beside the training: it prepares the rows of later steps."""
 
@@ -59,7 +43,7 @@ TRAINERS = {
     "rayapp.vision": "rayapp.vision.classifier_trainer",
 }
 ConfigType = TypeVar("ConfigType", bound=RunConfig)
-DataType = TypeVar("DataType", bound=TrainingData)
+DataType = TypeVar("DataType", bound=Prepared | Images)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from transformers import PretrainedConfig, masking_utils
 
 from rayapp import model
 from rayapp.config import Lora
+from rayapp.model.activations import checkpoint_activations
 from rayapp.model.init import local_part
+from rayapp.model.names import freeze as freeze_by_name
 from rayapp.train.block_passes import GroupedOnShapes, build_on_shapes
 from rayapp.train.loss import chunked_cross_entropy
 from rayapp.train.optimizer import make_optimizers
@@ -76,8 +78,8 @@ def trace(
         lm = build_on_shapes(config, loss, frozen)
         if lora is not None:
             model.add_adapters(lm, lora, range(new_tokens))
-        model.freeze(lm.hf, freeze)
-        model.checkpoint_activations(lm, activation_checkpointing)
+        freeze_by_name(lm.hf, freeze)
+        checkpoint_activations(lm, activation_checkpointing)
         mesh = model.device_mesh(DEVICE.type, strategy=strategy, replicas=replicas)
         model.shard(lm, mesh, strategy=strategy, param_dtype=param_dtype)
         # Where a model's attention is its own, transformers looks for packed documents in the

@@ -26,7 +26,7 @@ from rayapp import model
 from rayapp.config import Lora
 from rayapp.data.packing import IGNORE
 from rayapp.data.token_rows import StepRows
-from rayapp.model.sharding import find_blocks
+from rayapp.model.sharding import find_blocks, sum_over_replicas
 from rayapp.train import loop
 from rayapp.train.engine import Engine
 from rayapp.train.loss import chunked_cross_entropy
@@ -162,7 +162,7 @@ def counts_of(
             torch.device("cpu"),
             1.0,
             None,
-            last_of_step=partial(model.sum_over_replicas, lm),
+            last_of_step=partial(sum_over_replicas, lm),
             blocks=find_blocks(lm.hf),
         )
         batch = rows_of(micro_batches, masked, step - 1)

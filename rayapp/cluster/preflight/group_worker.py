@@ -99,10 +99,11 @@ class GroupWorker:
         `shape` is the model's config.
         """
         from rayapp import model
+        from rayapp.model.scans import missing_kernels
 
         self._note("building the model on the meta device")
         lm = model.build(shape, loss=model.no_loss, attention="eager")
-        return tuple(model.missing_kernels(lm.hf))
+        return tuple(missing_kernels(lm.hf))
 
     def together(
         self, address: str, rank: int, world: int, timeout_s: float, plan: Sequence[Sequence[Pair]]

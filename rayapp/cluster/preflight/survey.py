@@ -72,10 +72,10 @@ def _shape(config: RunConfig) -> tuple[Any, str | None]:
     """Return the config.json of a language model, or None and why it cannot be read."""
     if not isinstance(config, Config):
         return None, None
-    from rayapp import model
+    from rayapp.model.source import SHAPE_PATTERNS, resolve
 
     try:
-        return model.resolve(config.model.path, model.SHAPE_PATTERNS).config, None
+        return resolve(config.model.path, SHAPE_PATTERNS).config, None
     except (ValueError, StorageError) as error:
         return None, str(error)
 

@@ -23,15 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from rayapp.storage import Storage, StorageError
-from rayapp.train.checkpoint.marker import (
-    MARKER,
-    METADATA,
-    Damaged,
-    Digest,
-    SavedFile,
-    open_checked,
-    read_marker,
-)
+from rayapp.train.checkpoint import marker
 
 PICKLED = {  # what the metadata of a checkpoint may name
     "torch": "Size bool bfloat16 float16 float32 float64 float8_e4m3fn float8_e5m2 "
@@ -59,7 +51,7 @@ def reason_of(error: BaseException) -> str:
 class Files(FileSystemBase):
     """torch.distributed.checkpoint's file system interface over Storage; paths are names in it."""
 
-    def __init__(self, storage: Storage, files: dict[str, SavedFile]) -> None:
+    def __init__(self, storage: Storage, files: dict[str, marker.SavedFile]) -> None:
         self.storage = storage
         self.files = files
         """Size and checksums by path: recorded for files written, checked for files read."""
@@ -69,8 +61,8 @@ class Files(FileSystemBase):
         name = str(path)
         if mode == "rb":
             if name not in self.files:
-                raise Damaged(f"{name.rpartition('/')[2]} is not named in {MARKER}")
-            with open_checked(self.storage, name, self.files[name]) as stream:
+                raise marker.Damaged(f"{name.rpartition('/')[2]} is not named in {marker.MARKER}")
+            with marker.open_checked(self.storage, name, self.files[name]) as stream:
                 yield stream
             return
         assert mode == "wb", mode
@@ -106,7 +98,7 @@ class Digesting(io.RawIOBase):
     """Pass bytes on to `raw` and compute their checksums."""
 
     def __init__(self, raw: Any) -> None:
-        self.raw, self.digest = raw, Digest()
+        self.raw, self.digest = raw, marker.Digest()
 
     def writable(self) -> bool:
         return True
@@ -128,11 +120,11 @@ class CheckedReader(FileSystemReader):
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(name)
-        files = read_marker(storage / name, name).files
+        files = marker.read_marker(storage / name, name).files
         checked = {f"{name}/{file}": facts for file, facts in files.items()}
         self.fs = Files(storage, checked)  # type: ignore[assignment]
         self.path = name
-        with self.fs.create_stream(f"{name}/{METADATA}", "rb") as stream:
+        with self.fs.create_stream(f"{name}/{marker.METADATA}", "rb") as stream:
             data = stream.read()  # an error of the storage is no damage
         try:
             self.metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
@@ -141,9 +133,9 @@ class CheckedReader(FileSystemReader):
                 for item in self.metadata.state_dict_metadata.values()
             )
         except Exception as error:  # any cause: a pickle may raise anything
-            raise Damaged(f"{METADATA} is damaged: {error}") from error
+            raise marker.Damaged(f"{marker.METADATA} is damaged: {error}") from error
         if not whole:
-            raise Damaged(f"{METADATA} is damaged: it is of another form")
+            raise marker.Damaged(f"{marker.METADATA} is damaged: it is of another form")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return it; torch would hide the type of an error that is raised here."""
@@ -165,5 +157,5 @@ class CheckedPlanner(DefaultLoadPlanner):
         try:
             loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise Damaged(f"{name} is damaged: {error}") from error
+            raise marker.Damaged(f"{name} is damaged: {error}") from error
         set_element(self.original_state_dict, self.mappings[name], loaded)

@@ -11,21 +11,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from rayapp.observe.run_folder import CHECKPOINTS
 from rayapp.storage import Storage
-from rayapp.train.checkpoint.marker import (
-    MARKER,
-    STATE,
-    CheckpointError,
-    Digest,
-    SavedFile,
-    claim_run_id,
-    looked_at,
-    name_of,
-    newest_first,
-    order_of,
-)
+from rayapp.train.checkpoint import marker
 
 logger = logging.getLogger("rayapp.train.checkpoint")
 
@@ -37,29 +27,24 @@ def claim(run: Storage, step: int, state: bytes) -> str:
     still uploads shards writes to another folder, even if its files were not visible yet.
     """
     folder = run / CHECKPOINTS
-    orders = filter(None, map(order_of, folder.dirs()))
+    orders = filter(None, map(marker.order_of, folder.dirs()))
     number = max((number + 1 for other, number in orders if other == step), default=0)
     while True:
-        name = name_of(step, number)
-        if folder.create(f"{name}/{STATE}", state):
+        name = marker.name_of(step, number)
+        if folder.create(f"{name}/{marker.STATE}", state):
             return name
         number += 1
 
 
 def commit(
-    run: Storage, name: str, step: int, state: bytes, files: Mapping[str, SavedFile]
+    run: Storage, name: str, step: int, state: bytes, files: Mapping[str, marker.SavedFile]
 ) -> None:
     """Write the marker of a checkpoint whose other files (by their names) are all stored."""
-    digest = Digest()
+    digest = marker.Digest()
     digest.update(state)
-    saved = {**files, STATE: digest.file()}
-    marker = {
-        "run": claim_run_id(run),
-        "name": name,
-        "step": step,
-        "files": {file: values.to_dict() for file, values in saved.items()},
-    }
-    (run / CHECKPOINTS).write(f"{name}/{MARKER}", json.dumps(marker, indent=1).encode())
+    saved = {**files, marker.STATE: digest.file()}
+    content = asdict(marker.Marker(marker.claim_run_id(run), name, step, saved))
+    (run / CHECKPOINTS).write(f"{name}/{marker.MARKER}", json.dumps(content, indent=1).encode())
 
 
 def sweep(run: Storage, newest: str, keep: int, pinned: int | None = None) -> None:
@@ -67,23 +52,23 @@ def sweep(run: Storage, newest: str, keep: int, pinned: int | None = None) -> No
 
     Those of the step `pinned` stay beside them.
     """
-    folder, run_id, kept = run / CHECKPOINTS, claim_run_id(run), 1
-    names = newest_first(folder)
+    folder, run_id, kept = run / CHECKPOINTS, marker.claim_run_id(run), 1
+    names = marker.newest_first(folder)
     for name in names[names.index(newest) + 1 :]:
-        if (order_of(name) or (None,))[0] == pinned:
+        if (marker.order_of(name) or (None,))[0] == pinned:
             continue
         if kept < keep and _is_usable(folder, name, run_id):
             kept += 1
             continue
         # The marker first, so that a sweep that is interrupted leaves no partial checkpoint.
-        folder.delete(f"{name}/{MARKER}")
+        folder.delete(f"{name}/{marker.MARKER}")
         folder.delete_tree(name)
 
 
 def _is_usable(folder: Storage, name: str, run_id: str) -> bool:
     try:
-        looked_at(folder / name, name, run_id)
-    except CheckpointError as problem:
+        marker.looked_at(folder / name, name, run_id)
+    except marker.CheckpointError as problem:
         logger.debug("%s is not kept: %s", name, problem)
         return False
     return True

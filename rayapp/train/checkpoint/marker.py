@@ -8,14 +8,13 @@ import json
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from typing_extensions import TypedDict
 
 from rayapp.observe.records import LoopState
-from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID
+from rayapp.observe.run_folder import CHECKPOINTS, RUN_ID, Count, parsed
 from rayapp.storage import Storage
 from rayapp.storage.base import READ_BLOCK, Reader
 
@@ -59,13 +58,6 @@ class State(Amounts, LoopState, total=False):
     versions: dict[str, str]
 
 
-class FileValues(TypedDict):
-    """A SavedFile in the marker's JSON."""
-
-    size: int
-    sha256: list[str]
-
-
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A committed checkpoint whose files all have the right size."""
@@ -74,29 +66,20 @@ class SavedCheckpoint:
     """Folder under `checkpoints/`."""
     step: int
     state: State
-    run: str
-    """Id of the run that saved it."""
 
 
 @dataclass(frozen=True)
 class SavedFile:
     """The size and checksums of a file, as the marker lists them."""
 
-    size: int
+    size: Count
     """Bytes."""
     sha256: tuple[str, ...]
     """One for each block of BLOCK_BYTES; an empty file has one, of no bytes."""
 
-    @classmethod
-    def from_dict(cls, facts: Mapping[str, Any]) -> SavedFile:
-        """Read what `to_dict` has written; raises ValueError, KeyError or TypeError."""
-        file = cls(_whole_number(facts["size"]), tuple(map(str, facts["sha256"])))
-        if len(file.sha256) != max(1, -(-file.size // BLOCK_BYTES)):
-            raise ValueError(f"{len(file.sha256)} checksums of {file.size} bytes")
-        return file
-
-    def to_dict(self) -> FileValues:
-        return {"size": self.size, "sha256": list(self.sha256)}
+    def is_whole(self) -> bool:
+        """Return whether each block has its checksum."""
+        return len(self.sha256) == max(1, -(-self.size // BLOCK_BYTES))
 
 
 class Digest:
@@ -186,8 +169,7 @@ def latest(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
 
     Usable means: a valid marker of this run, every file with its size, intact state and metadata.
 
-    Raises:
-        StorageError: the storage does not answer, which is no reason to go back in time.
+    Raises: StorageError: the storage does not answer, which is no reason to go back in time.
     """
     skipped: list[str] = []
     folder, run = storage / CHECKPOINTS, run_id(storage)
@@ -229,6 +211,29 @@ def resume_point(storage: Storage) -> tuple[SavedCheckpoint | None, list[str]]:
     return newest, skipped
 
 
+def find(storage: Storage, step: int | None) -> SavedCheckpoint:
+    """Return the newest usable checkpoint of a run, or of one of its steps.
+
+    Raises: CheckpointError: there is none; the message says why, and does not name the run.
+    """
+    folder = storage / CHECKPOINTS
+    if step is None:
+        newest, skipped = latest(storage)
+        if newest is None:
+            raise CheckpointError(f"{CHECKPOINTS} has none: {'; '.join(skipped) or 'it is empty'}")
+        return newest
+    names, run, whys = newest_first(folder), run_id(storage), list[str]()
+    for name in names:
+        if (order_of(name) or (-1,))[0] == step:
+            try:
+                return looked_at(folder / name, name, run)
+            except CheckpointError as problem:
+                whys.append(f"{name}: {problem}")
+    steps = sorted({order[0] for order in map(order_of, names) if order is not None})
+    there = f"there are those of steps {', '.join(map(str, steps)) or 'none'}"
+    raise CheckpointError(f"{CHECKPOINTS} has none of step {step}: {'; '.join(whys) or there}")
+
+
 def run_id(storage: Storage) -> str | None:
     """Return a run's id; None before its first commit."""
     try:
@@ -256,17 +261,18 @@ def refuse(storage: Storage, name: str, why: str) -> None:
 class Marker:
     """The content of a checkpoint's marker."""
 
-    step: int
-    files: dict[str, SavedFile]
     run: str
     """Id of the run that saved it."""
+    name: str
+    """Folder under `checkpoints/`."""
+    step: Count
+    files: dict[str, SavedFile]
 
 
 def read_marker(folder: Storage, name: str) -> Marker:
     """Read the marker of a checkpoint.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    Raises: CheckpointError: there is none, or it is damaged.
     """
     try:
         text = folder.read(MARKER)
@@ -276,27 +282,14 @@ def read_marker(folder: Storage, name: str) -> Marker:
             why = folder.read(REFUSED).decode(errors="replace")
         raise CheckpointError(why) from None
     try:
-        marker = json.loads(text)
-        step, run = _whole_number(marker["step"]), marker["run"]
-        files = {file: SavedFile.from_dict(facts) for file, facts in marker["files"].items()}
-        whole = marker["name"] == name and (step, 0) <= (order_of(name) or (0, 0)) < (step + 1, 0)
-        whole = whole and {STATE, METADATA} <= files.keys()
-        whole = whole and isinstance(run, str)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
+        marker: Marker = parsed(text, Marker)
+    except ValueError as error:
+        raise Damaged(f"{MARKER} is damaged") from error
+    whole = marker.name == name and marker.step == (order_of(name) or (None,))[0]
+    whole = whole and {STATE, METADATA} <= marker.files.keys()
+    if not whole or not all(file.is_whole() for file in marker.files.values()):
         raise Damaged(f"{MARKER} is damaged")
-    return Marker(step, files, run)
-
-
-def _whole_number(value: Any) -> int:
-    """Return the value if it is an int of at least 0, else raise ValueError.
-
-    JSON may also hold floats, Infinity and NaN.
-    """
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value} is no whole number")
-    return value
+    return marker
 
 
 def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
@@ -304,8 +297,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
 
     `run` is the id of the run that must have saved it; None: the run's folder has no id.
 
-    Raises:
-        CheckpointError: saying what is wrong with it.
+    Raises: CheckpointError: saying what is wrong with it.
     """
     marked = read_marker(folder, name)
     files = marked.files
@@ -334,7 +326,7 @@ def looked_at(folder: Storage, name: str, run: str | None) -> SavedCheckpoint:
         state = None
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is damaged")
-    return SavedCheckpoint(name, marked.step, cast(State, state), marked.run)
+    return SavedCheckpoint(name, marked.step, cast(State, state))
 
 
 def name_of(step: int, attempt: int) -> str:

@@ -13,14 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_leaves_with_path,
-    tree_map,
-    tree_unflatten,
-)
 
 
 def local(tensor: torch.Tensor) -> Any:
@@ -44,13 +38,13 @@ def values(leaf: Any) -> torch.Tensor:
 
 def widened(state: Any) -> Any:
     """Return a state with each quantized leaf replaced by its fp32 values; copy no other leaf."""
-    return tree_map(lambda leaf: values(leaf) if is_quantized(leaf) else leaf, state)
+    return pytree.tree_map(lambda leaf: values(leaf) if is_quantized(leaf) else leaf, state)
 
 
 def scales(state: Any) -> dict[str, torch.Tensor]:
     """Return the scales of this rank's quantized shards, by the path of the leaf in the state."""
-    leaves = tree_leaves_with_path(state)
-    return {keystr(path): local(leaf).scale for path, leaf in leaves if is_quantized(leaf)}
+    leaves = pytree.tree_leaves_with_path(state)
+    return {pytree.keystr(path): local(leaf).scale for path, leaf in leaves if is_quantized(leaf)}
 
 
 def narrowed(state: Any, loaded: Any, known: dict[str, torch.Tensor]) -> Any:
@@ -58,18 +52,18 @@ def narrowed(state: Any, loaded: Any, known: dict[str, torch.Tensor]) -> Any:
 
     `known` holds this rank's saved scales by path; a leaf without one gets new scales.
     """
-    leaves, form = tree_flatten(loaded)
-    for index, (path, leaf) in enumerate(tree_leaves_with_path(state)):
+    leaves, form = pytree.tree_flatten(loaded)
+    for index, (path, leaf) in enumerate(pytree.tree_leaves_with_path(state)):
         if not is_quantized(leaf):
             continue
         target = local(leaf)
         source = local(leaves[index]).to(target.device)
-        if keystr(path) in known:
-            _quantize(target, source, known[keystr(path)].to(target.device))
+        if pytree.keystr(path) in known:
+            _quantize(target, source, known[pytree.keystr(path)].to(target.device))
         else:
             target.copy_(source)
         leaves[index] = leaf
-    return tree_unflatten(leaves, form)
+    return pytree.tree_unflatten(leaves, form)
 
 
 def _quantize(target: Any, source: torch.Tensor, scale: torch.Tensor) -> None:

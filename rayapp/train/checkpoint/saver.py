@@ -95,8 +95,7 @@ class Checkpointer:
     def settle(self) -> None:
         """Wait until the tensors of the last save may change.
 
-        Raises:
-            Exception: they could not be copied, for lack of memory say.
+        Raises: Exception: they could not be copied, for lack of memory say.
         """
         self._copied.result()
 

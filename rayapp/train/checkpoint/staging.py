@@ -59,25 +59,22 @@ class HostCopy:
         quantized tensor becomes its fp32 values, one tensor at a time. On a GPU the copy runs in
         its own stream, beside the computation.
         """
-        with torch.cuda.stream(self._stream):  # also makes its device the thread's; None: no-op
-            return self._take(state)
-
-    def _take(self, state: Tensors) -> Tensors:
         leaves, spec = tree_flatten(state)
         form = (spec, [_form(leaf) for leaf in leaves])
-        if form != self._form:
-            self._leaves = []
-            staged = self._stager.stage(quantized.widened(state))
-            assert isinstance(staged, dict)
-            self._form, self._leaves = form, tree_flatten(staged)[0]
-            return staged
-        for index, (target, source) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if quantized.is_quantized(source):
-                _copy(quantized.local(target), quantized.local(source).dequantize())
-            elif isinstance(source, torch.Tensor):
-                _copy(quantized.local(target), quantized.local(source).detach())
-            else:
-                self._leaves[index] = copy.deepcopy(source)
+        with torch.cuda.stream(self._stream):  # also makes its device the thread's; None: no-op
+            if form != self._form:
+                self._leaves = []
+                staged = self._stager.stage(quantized.widened(state))
+                assert isinstance(staged, dict)
+                self._form, self._leaves = form, tree_flatten(staged)[0]
+                return staged
+            for index, (target, source) in enumerate(zip(self._leaves, leaves, strict=True)):
+                if quantized.is_quantized(source):
+                    _copy(quantized.local(target), quantized.local(source).dequantize())
+                elif isinstance(source, torch.Tensor):
+                    _copy(quantized.local(target), quantized.local(source).detach())
+                else:
+                    self._leaves[index] = copy.deepcopy(source)
         if self._stream is not None:
             self._stream.synchronize()
         result: Tensors = tree_unflatten(self._leaves, spec)

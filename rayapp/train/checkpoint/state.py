@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,7 +29,6 @@ from rayapp.train.checkpoint.checkpoint_files import (
     reason_of,
 )
 from rayapp.train.checkpoint.marker import CheckpointError, Damaged
-from rayapp.train.checkpoint.origin import find
 from rayapp.train.checkpoint.staging import Tensors
 from rayapp.train.spec import AnySpec
 from rayapp.train.trainer_interface import Trainer
@@ -72,8 +73,6 @@ def state_tensors(trainer: Trainer) -> Tensors:
 
 def state_values(spec: AnySpec, trainer: Trainer, step: int, loop: LoopState) -> marker.State:
     """Return the content of a checkpoint's state.json; `loop` is what `Engine.state` returns."""
-    import transformers
-
     return {
         "step": step,
         **trainer.amounts(step),
@@ -151,12 +150,12 @@ def load_weights(trainer: Trainer, storage: Storage, name: str) -> None:
 def start_from(trainer: Trainer, origin: Origin) -> None:
     """Load the weights of another run's checkpoint; all ranks call it.
 
-    Raises:
-        NoneUsable: the checkpoint is not usable, or is gone.
+    Raises: NoneUsable: the checkpoint is not usable, or is gone.
     """
     storage = open_storage(origin.run)
     try:
-        load_weights(trainer, storage, _found(storage, origin.step))
+        found = _from_rank_0(lambda: marker.find(storage, origin.step))
+        load_weights(trainer, storage, found.name)
     except CheckpointError as error:
         raise marker.NoneUsable(f"model.init_from={origin} is not usable: {error}") from error
 
@@ -164,11 +163,10 @@ def start_from(trainer: Trainer, origin: Origin) -> None:
 def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
     """Load the weights of the run's own checkpoint of a step; return whether there is one.
 
-    Raises:
-        StartAgain: it turned out to be damaged, and is refused from now on.
+    Raises: StartAgain: it turned out to be damaged, and is refused from now on.
     """
     try:
-        name = _found(storage, step)
+        name = _from_rank_0(lambda: marker.find(storage, step)).name
     except CheckpointError as error:
         if dist.get_rank() == 0:
             logger.warning("the best checkpoint is not exported: %s", error)
@@ -180,18 +178,18 @@ def go_back_to(trainer: Trainer, storage: Storage, step: int) -> bool:
     return True
 
 
-def _found(storage: Storage, step: int | None) -> str:
-    """Return the name of the checkpoint that rank 0 finds; raise its CheckpointError on all."""
+def _from_rank_0(look: Callable[[], Any]) -> Any:
+    """Return what `look` returns on rank 0, or raise its CheckpointError, on all ranks."""
     choice: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            choice[0] = find(storage, step).name
+            choice[0] = look()
         except CheckpointError as error:
             choice[0] = error
     dist.broadcast_object_list(choice, src=0)
-    if isinstance(choice[0], Exception):
+    if isinstance(choice[0], CheckpointError):
         raise choice[0]
-    return str(choice[0])
+    return choice[0]
 
 
 def _refuse(storage: Storage, name: str, damage: Damaged) -> NoReturn:
@@ -205,28 +203,18 @@ def _refuse(storage: Storage, name: str, damage: Damaged) -> NoReturn:
 def choose(storage: Storage) -> marker.SavedCheckpoint | None:
     """Return the newest usable checkpoint as rank 0 finds it; None if none was ever committed.
 
-    Raises:
-        NoneUsable: on all ranks.
+    Raises: NoneUsable: on all ranks.
     """
-    choice: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            choice[0], skipped = marker.resume_point(storage)
-            for line in skipped:
-                logger.warning(line)
-        except marker.NoneUsable as error:
-            choice[0] = error
-    dist.broadcast_object_list(choice, src=0)
-    if isinstance(choice[0], marker.NoneUsable):
-        raise choice[0]
-    return choice[0]
+    newest, skipped = _from_rank_0(lambda: marker.resume_point(storage))
+    for line in skipped if dist.get_rank() == 0 else ():
+        logger.warning(line)
+    return newest
 
 
 def check_cursor(spec: AnySpec, state: marker.State) -> None:
     """Refuse a checkpoint that was trained on other data.
 
-    Raises:
-        Resumed: naming the parts that differ.
+    Raises: Resumed: naming the parts that differ.
     """
     cursor = Cursor.from_dict(state["cursor"])
     if cursor.fingerprint != spec.data.fingerprint:
@@ -261,8 +249,7 @@ def load_checkpoint(storage: Storage, name: str, tensors: Tensors) -> None:
 def saved_shapes(storage: Storage, name: str) -> dict[str, tuple[int, ...] | None]:
     """Return the names in a checkpoint, each with the tensor's shape, or None for an object.
 
-    Raises:
-        Damaged: its metadata is not what was saved.
+    Raises: Damaged: its metadata is not what was saved.
     """
     try:
         metadata = CheckedReader(storage / CHECKPOINTS, name).metadata.state_dict_metadata
