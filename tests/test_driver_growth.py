@@ -24,7 +24,7 @@ from rayapp.observe.status import read
 from rayapp.order import Order
 from rayapp.storage import Storage, open_storage
 from rayapp.storage.local import LocalStorage
-from rayapp.train.checkpoint import commit
+from rayapp.train.checkpoint import commit, marker
 from rayapp.train.checkpoint.marker import steps_done
 
 LINE = {"loss": 2.0, "tokens": 9, "tokens_per_s": 1.0, "mfu": None, "step_s": 1.0, "time": 9e9}
@@ -55,9 +55,9 @@ def train(run: Storage, steps: int, saved: int) -> None:
         state = json.dumps({"data": {"files": "a"}}).encode()
         name = commit.claim(run, saved, state)
         Path(run.local_path(f"checkpoints/{name}/.metadata") or "").write_bytes(b"")
-        digest = commit.Digest()
+        digest = marker.Digest()
         digest.update(state)
-        commit.commit(run, name, saved, state, {".metadata": commit.Digest().file()})
+        commit.commit(run, name, saved, state, {".metadata": marker.Digest().file()})
 
 
 class Driver:

@@ -87,7 +87,7 @@ def test_a_finished_run_goes_on(inputs: Path) -> None:  # noqa: F811
 
 def begun(folder: Path, **train: Any) -> Config:
     """Make the folder of a finished run of 30 steps, with a checkpoint of the last."""
-    from rayapp.train.checkpoint import commit
+    from rayapp.train.checkpoint import commit, marker
 
     config = config_of(folder, "begun", **train)
     run = open_storage(str(folder / "runs" / "begun"))
@@ -97,7 +97,7 @@ def begun(folder: Path, **train: Any) -> Config:
     files = {}
     name = commit.claim(run, 30, b"{}")
     run.write(f"checkpoints/{name}/.metadata", b"")
-    digest = commit.Digest()
+    digest = marker.Digest()
     files[".metadata"] = digest.file()
     commit.commit(run, name, 30, b"{}", files)
     return config

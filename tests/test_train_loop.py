@@ -39,7 +39,6 @@ from rayapp.observe import metrics
 from rayapp.order import Order, StepCounts
 from rayapp.storage import open_storage
 from rayapp.train import loop, optimizer, own_time, schedule
-from rayapp.train import rank as rank_module
 from rayapp.train.checkpoint import state
 from rayapp.train.checkpoint.marker import NoneUsable, latest
 from rayapp.train.checkpoint.state import StartAgain, saved_shapes
@@ -531,12 +530,14 @@ def noticed_worker(rank: int, world: int, spec: LanguageSpec, notice_at: int) ->
         asked.append(step)
         return "rank 1 is taken away" if step == notice_at else None
 
+    gather = state.state_tensors
+
     def slowly(trainer: Trainer) -> dict[str, Any]:
         time.sleep(SLOW_S)
-        return state.state_tensors(trainer)
+        return gather(trainer)
 
     schedule.NOTICE_POLL_S = 0.0
-    rank_module.state_tensors = slowly  # type: ignore[attr-defined]
+    state.state_tensors = slowly
     summary = train_rank(spec, RankContext(torch.device("cpu"), steps, preemption=notice))
     assert asked == list(range(1, notice_at + 1))  # on each rank
     assert (summary["status"], summary["steps"]) == ("moved", notice_at), summary

@@ -41,7 +41,7 @@ from rayapp.observe import metrics
 from rayapp.order import EMPTY
 from rayapp.storage import open_storage
 from rayapp.train import schedule
-from rayapp.train.checkpoint import commit
+from rayapp.train.checkpoint import commit, marker
 from rayapp.train.checkpoint.marker import latest
 from rayapp.train.loop import BadLoss
 from rayapp.train.rank import RankContext, train_rank
@@ -463,7 +463,7 @@ def test_a_finished_run_may_be_made_longer(folder: Path, images: Images) -> None
     state = json.dumps({"step": done, "cursor": vars(cursor)}).encode()
     name = commit.claim(run, done, state)
     run.write(f"checkpoints/{name}/.metadata", b"")
-    commit.commit(run, name, done, state, {".metadata": commit.Digest().file()})
+    commit.commit(run, name, done, state, {".metadata": marker.Digest().file()})
 
     twice = {**fields, "train__epochs": 2}
     with pytest.raises(ConfigError, match=rf"with model.path={run.url}/model$"):
