@@ -44,7 +44,7 @@ def test_named_runs_train_what_their_configs_say(part: int, tmp_path: Path) -> N
     assert wrong(product.run(grid.named(tmp_path)[part::4], tmp_path)) == {}
 
 
-@pytest.mark.parametrize("runs", [slice(2), pytest.param(slice(2, None), marks=pytest.mark.full)])
+@pytest.mark.parametrize("runs", [slice(3), pytest.param(slice(3, None), marks=pytest.mark.full)])
 def test_preferences_train_what_their_configs_say(runs: slice, tmp_path: Path) -> None:
     done = product.run(grid.preferences(tmp_path)[runs], tmp_path)
     assert wrong(done) == {}

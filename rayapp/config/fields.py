@@ -167,16 +167,18 @@ class Unit:
 
 
 TOKENS, IMAGES = UNITS = (Unit("token", "tokens"), Unit("image", "images"))
-PAIRS = Unit("token", "tokens", "pair")
-# Figures of an evaluation on pairs, by TRL's names: the share of pairs whose chosen answer has the
-# higher reward, and the mean difference.
+PAIRS, ANSWERS = (Unit("token", "tokens", divisor) for divisor in ("pair", "answer"))
+# By TRL's names: how often, and by how much, good answers have the higher reward; the divergence.
 ABOUT_PAIRS = ACCURACIES, MARGINS = "rewards/accuracies", "rewards/margins"
+KL = "kl"
 
 
 def unit_of(names: Iterable[str]) -> Unit:
     """Return the unit of a run from the field names of a metrics line or a result."""
     names = set(names)
-    return IMAGES if IMAGES.per_s in names else PAIRS if MARGINS in names else TOKENS
+    if ACCURACIES in names:
+        return ANSWERS if KL in names else PAIRS
+    return IMAGES if IMAGES.per_s in names else TOKENS
 
 
 # ---- cluster.instance: the machines that a run may have, in order of preference ----------------

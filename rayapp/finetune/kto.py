@@ -65,20 +65,16 @@ class Kto:
         """
 
         def measure(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
-            return {"sum": float(output[2].sum()), "count": float(batch.weights()[i].sum())}
+            known = 0.0 if batch.reference is None else float(batch.reference[i].sum())
+            count = float(batch.weights()[i].sum())
+            return {"sum": float(output[2].sum()), "known": known, "count": count}
 
-        def given(batch: StepRows, i: int, output: tuple[torch.Tensor, ...]) -> dict[str, float]:
-            assert batch.reference is not None
-            return {"sum": float(batch.reference[i].sum())}
+        def summed(switch: Switch) -> dict[str, float]:
+            others = (batch.alone(1) for batch in batches())
+            with self.lm.answers_alone(switch):
+                return loop.evaluate(engine, others, measure, "computing the divergence")
 
-        def others() -> Iterator[StepRows]:
-            return (batch.alone(1) for batch in batches())
-
-        phase = "computing the divergence from the reference"
-        with self.lm.answers_alone(nullcontext):
-            policy = loop.evaluate(engine, others(), measure, phase)
-        with self.lm.answers_alone(self.reference or nullcontext):
-            how = given if self.reference is None else measure
-            reference = loop.evaluate(engine, others(), how, phase)
-        kl = max(0.0, (policy["sum"] - reference["sum"]) / max(policy["count"], 1.0))
+        policy = summed(nullcontext)
+        given = policy["known"] if self.reference is None else summed(self.reference)["sum"]
+        kl = max(0.0, (policy["sum"] - given) / max(policy["count"], 1.0))
         return (replace(batch, kl=kl).alone(0) for batch in batches())

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from rayapp import model
 from rayapp.config import Config
-from rayapp.config.fields import PAIRS, TOKENS
+from rayapp.config.fields import ANSWERS, PAIRS, TOKENS
 from rayapp.config.lora import NEW_TOKENS, opened_by
 from rayapp.data.kinds import takes_template
 from rayapp.data.token_rows import StepRows, sequential_batches
@@ -128,7 +128,7 @@ class LanguageTrainer(Trainer):
             own_loss=config.train.loss,
             last_of_step=partial(sum_over_replicas, self.parts.lm),
             blocks=find_blocks(self.parts.lm.hf),
-            unit=PAIRS if spec.data.pairs else TOKENS,
+            unit=ANSWERS if self.kto else PAIRS if spec.data.pairs else TOKENS,
         )
         if spec.data.pairs:
             engine.figures = means

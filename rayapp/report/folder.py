@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rayapp.config.fields import IMAGES, MARGINS, PAIRS, TOKENS, Unit
+from rayapp.config.fields import IMAGES, Unit, unit_of
 from rayapp.data.report import DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
@@ -82,9 +82,8 @@ class ReportedRun:
 
     @property
     def unit(self) -> Unit:
-        """Whether the run is counted in images or in tokens, and its loss in pairs."""
-        pairs = MARGINS in self.columns
-        return IMAGES if self.task == "vision" else PAIRS if pairs else TOKENS
+        """Whether the run is counted in images or in tokens, and what divides its loss."""
+        return IMAGES if self.task == "vision" else unit_of(self.columns)
 
     @cached_property
     def counted(self) -> Array:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from rayapp.config.fields import ACCURACIES, MARGINS, PairObjective
+from rayapp.config.fields import ACCURACIES, KL, MARGINS, PairObjective
 from rayapp.model.build import answer_sums
 
 CHOSEN, REJECTED = "chosen", "rejected"
@@ -107,7 +107,7 @@ class PreferenceLoss:
         losses = torch.sigmoid(-apart) * torch.where(good, 1.0, self.undesirable_weight)
         figures = {
             ACCURACIES: (apart.detach() > 0).float().sum(),
-            "kl": log_p.new_tensor(kl * len(log_p)),
+            KL: log_p.new_tensor(kl * len(log_p)),
         }
         for mine, name in ((good, CHOSEN), (~good, REJECTED)):
             figures[name] = mine.float().sum()

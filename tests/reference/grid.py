@@ -169,6 +169,13 @@ def preferences(root: Path) -> list[Run]:
         run("dpo", "dpo", ((1, 3), (2, None))),
         run("dpo-adapters", "dpo", ((2, 3), (3, None)), model__lora=adapters, data__path=chats),
         run(
+            "kto",
+            "kto",
+            ((1, 3), (2, None)),
+            data__path=str(files["answers"]),
+            train__undesirable_weight=1.5,
+        ),
+        run(
             "dpo-experts",
             "dpo",
             ((2, None),),
@@ -183,13 +190,6 @@ def preferences(root: Path) -> list[Run]:
         run("simpo", "simpo", ((2, None),), train__beta=2.0, parallel__cpu_offload=True),
         run("orpo", "orpo", ((2, 4), (1, None)), parallel__activation_checkpointing="full"),
         run("orpo-own-logits", "orpo", ((1, None),), "cohere"),
-        run(
-            "kto",
-            "kto",
-            ((1, 3), (2, None)),
-            data__path=str(files["answers"]),
-            train__undesirable_weight=1.5,
-        ),
         run(
             "kto-adapters",
             "kto",
