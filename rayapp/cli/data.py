@@ -131,7 +131,9 @@ def show(console: Console, preview: Preview, shown: int, chars: int) -> None:
         say("not used", f"columns {', '.join(entry.unused)}")
     for number, document in enumerate(preview.documents[:shown], 1):
         legend = "green" if console.is_terminal else "in brackets"
-        console.rule(f"document {number}, what bears loss is {legend}", align="left", style="dim")
+        role = f" ({preview.roles[number - 1]})" if preview.roles else ""
+        title = f"document {number}{role}, what bears loss is {legend}"
+        console.rule(title, align="left", style="dim")
         console.print(_rendered(preview, document, chars, console.is_terminal), soft_wrap=True)
     console.rule(style="dim")
 

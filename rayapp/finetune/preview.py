@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from rayapp.data import first_records, shapes, tokens
-from rayapp.data.kinds import are_labelled, are_pairs, messages_of, problem_of
+from rayapp.data.kinds import ANSWERS, are_labelled, are_pairs, messages_of, problem_of
 from rayapp.data.messages import said_by
 from rayapp.data.packing import Document, Packed, crossed, pack
 from rayapp.data.rendering import Renderer
@@ -42,6 +42,7 @@ class Preview:
     examples: dict[str, str]  # place of the first record of each reason
     notes: dict[str, int]  # documents that lack something of their record, by what
     documents: list[Document]
+    roles: list[str]  # of each document of preferences: chosen, rejected, good or bad
     ends: list[str]
     """What ends the answers."""
     packed: Packed
@@ -197,11 +198,15 @@ def runs(tokenizer: Any, document: Document) -> list[tuple[str, bool]]:
 def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview:
     data = ready.config.data
     bad, notes, examples = Counter[str](), Counter[str](), dict[str, str]()
-    documents: list[Document] = []
+    documents, roles = list[Document](), list[str]()
     made = list(_rendered(ready, entry, tokenizer))
     for record, document, problem in made:
         if document is not None:
             documents += document
+            if are_labelled(entry.kind):
+                roles.append("good" if record.values[0] else "bad")
+            elif are_pairs(entry.kind):
+                roles += ANSWERS
             notes.update([problem] if problem else [])
             continue
         assert problem is not None
@@ -220,6 +225,7 @@ def _preview(ready: CheckedLanguageRun, entry: Input, tokenizer: Any) -> Preview
         examples=examples,
         notes=dict(notes),
         documents=documents,
+        roles=roles,
         ends=described(ends_of(packed.rows, tokenizer), ready.config, tokenizer),
         packed=packed,
         tokenizer=tokenizer,
