@@ -68,6 +68,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(1800))
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` has left out what does not run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort by LONG; the other way round where time may run out."""
     order = {name: place for place, name in enumerate(LONG)}

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rayapp.config.fields import IMAGES, Unit, unit_of
+from rayapp.config.fields import ACCURACIES, IMAGES, KL, Unit, unit_of
 from rayapp.data.report import DataReport
 from rayapp.observe import attempts
 from rayapp.observe import status as statuses
@@ -83,7 +83,8 @@ class ReportedRun:
     @property
     def unit(self) -> Unit:
         """Whether the run is counted in images or in tokens, and what divides its loss."""
-        return IMAGES if self.task == "vision" else unit_of(self.columns)
+        known = self.columns.keys() & {ACCURACIES, KL}  # those of steps are columns of any run
+        return IMAGES if self.task == "vision" else unit_of(known)
 
     @cached_property
     def counted(self) -> Array:
