@@ -183,6 +183,7 @@ def a_spec(config: Config, steps: int) -> Iterator[LanguageSpec]:
         rows = config.rows_per_step
         data: Any = SimpleNamespace(
             columns=0,
+            pairs=False,
             fingerprint="drawn",
             parts={},
             held_out=0,

@@ -34,6 +34,7 @@ LONG = (
     "test_drills_nodes.py",
     "test_vision_drills.py",
     "test_infra.py",
+    "test_bench_gpu.py",
     "test_examples.py",
     "test_jobs_notebook.py",
     "test_cluster_dashboards.py",
