@@ -207,7 +207,8 @@ def _pair_of_questions(row: Row) -> Row:
 
 def _without_system(row: Row) -> Row:
     if row.get("system"):
-        raise ShapeError("has a 'system': only a chat has one. Set data.kind to that of chats")
+        kind = "chat_unpaired" if "label" in row else "chat_preference"
+        raise ShapeError(f"has a 'system': only a chat has one. Set data.kind={kind}")
     return row
 
 

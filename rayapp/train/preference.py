@@ -105,10 +105,8 @@ class PreferenceLoss:
         rewards = self.beta * (log_p - given)
         apart = (rewards - self.beta * kl) * torch.where(good, 1.0, -1.0)
         losses = torch.sigmoid(-apart) * torch.where(good, 1.0, self.undesirable_weight)
-        figures = {
-            ACCURACIES: (apart.detach() > 0).float().sum(),
-            KL: log_p.new_tensor(kl * len(log_p)),
-        }
+        right = (apart.detach() > 0).float().sum()
+        figures = {ACCURACIES: right, KL: torch.full_like(right, kl * len(log_p))}
         for mine, name in ((good, CHOSEN), (~good, REJECTED)):
             figures[name] = mine.float().sum()
             figures[f"rewards/{name}"] = (rewards.detach() * mine).sum()
